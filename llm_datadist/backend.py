@@ -1,0 +1,229 @@
+"""What a backend is: it holds memory and moves bytes one-sided, and knows nothing else.
+
+The engine owns every meaning (caches, keys, roles, status codes). A backend sees devices, regions,
+addresses and sizes. It reports trouble with `BackendError` only, whose `Failure` kind the engine
+turns into a status code.
+"""
+
+from __future__ import annotations
+
+import enum
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llm_datadist._kernels.hostcopy import Guard
+    from llm_datadist._kernels.runs import Plan
+
+__all__ = [
+    "Backend",
+    "BackendError",
+    "Capabilities",
+    "Endpoint",
+    "Export",
+    "Failure",
+    "MemoryKind",
+    "Pair",
+    "Region",
+    "Window",
+]
+
+
+class Failure(enum.Enum):
+    """Why a backend could not do what it was asked."""
+
+    OUT_OF_MEMORY = "out of memory"
+    INVALID = "invalid argument"
+    TIMED_OUT = "timed out"
+    PEER_GONE = "peer gone"
+    STALE = "the peer's data changed"
+    UNSUPPORTED = "not supported"
+    UNAVAILABLE = "not available"
+    FAILED = "failed"
+
+
+class BackendError(Exception):
+    """The only exception a backend raises on purpose.
+
+    Parameters
+    ----------
+    kind : Failure
+        What sort of trouble it is; the engine maps it to a status code.
+    text : str
+        A full sentence for the user: what failed, with the numbers.
+    native_code : int, optional
+        The number that the operating system or driver gave (errno on the simulator).
+    """
+
+    def __init__(self, kind: Failure, text: str, native_code: int = 0) -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.text = text
+        self.native_code = native_code
+
+
+class MemoryKind(enum.IntEnum):
+    """Where a region's bytes live."""
+
+    HOST = 0
+    DEVICE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One range of memory that the backend knows. ``id`` is small, and unique in its backend."""
+
+    id: int
+    device: int
+    kind: MemoryKind
+    address: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Memory for directory or board words, in this process: 8-byte aligned and zero at first."""
+
+    address: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What a peer needs in order to reach my regions: bounded bytes, and descriptors to pass along."""
+
+    data: bytes
+    fds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The two ends of one link, as the control connection knows them.
+
+    ``control`` is the connected socket and ``pidfd`` a descriptor of the peer's process, or -1 where there
+    is none. An endpoint polls both for liveness and never reads, writes or closes them.
+    """
+
+    control: socket.socket
+    pid: int
+    pidfd: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What the engine may expect of a backend."""
+
+    #: Control runs over local sockets that pass descriptors (else over TCP).
+    same_host: bool
+    #: Directory and board of a peer are mapped memory (else they are read over control).
+    mapped_words: bool
+    #: Memory registered after a link can still be reached by the peer.
+    late_regions: bool
+    #: Bytes to which pool allocations must be aligned.
+    alignment: int
+    #: Pool memory can be committed and given back piecewise.
+    sparse_pools: bool
+
+
+class Endpoint(ABC):
+    """The data path to one peer."""
+
+    #: Where the peer's directory and board are mapped here, or None without `Capabilities.mapped_words`.
+    windows: tuple[Window, Window] | None
+
+    @abstractmethod
+    def locate(self, region: int, offset: int, nbytes: int) -> int:
+        """Give the source (or target) base address for a `Plan` of a range in a peer's region.
+
+        Raises
+        ------
+        BackendError
+            ``INVALID`` when the range is not inside the region: what a peer says is not trusted.
+        """
+
+    @abstractmethod
+    def populate(self, region: int, offset: int, nbytes: int) -> None:
+        """Make the first access to a range cheap. A hint: never fails for want of memory."""
+
+    @abstractmethod
+    def read(self, plan: Plan, guard: Guard | None, deadline_ns: int) -> None:
+        """Copy a plan from the peer; return when all bytes are in place.
+
+        Parameters
+        ----------
+        plan : Plan
+            Source bases come from `locate`; destination bases are addresses of this process.
+        guard : Guard or None
+            Words of the peer's directory that must hold given values before and after.
+        deadline_ns : int
+            On ``time.monotonic_ns()``.
+
+        Raises
+        ------
+        BackendError
+            ``TIMED_OUT``, ``PEER_GONE``, or ``STALE`` (guard changed during the copy: bytes undefined;
+            attribute ``before`` is True if it was found changed before the first byte was written).
+        """
+
+    @abstractmethod
+    def write(self, plan: Plan, guard: Guard | None, deadline_ns: int) -> None:
+        """Copy a plan to the peer; like `read` the other way round."""
+
+    @abstractmethod
+    def alive(self) -> bool:
+        """Say whether the peer's process and control connection still stand."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Unmap and forget the peer's memory. Idempotent. Never called while a transfer runs."""
+
+
+class Backend(ABC):
+    """Memory of one engine, and the way to its peers. Methods may be called from any thread."""
+
+    capabilities: Capabilities
+
+    @abstractmethod
+    def open(self, devices: Sequence[int], options: Mapping[str, str]) -> None:
+        """Claim the devices and read the options. On failure nothing is left behind."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back. Idempotent. Memory that a live `Tensor` shows stays until it dies."""
+
+    @abstractmethod
+    def make_windows(self, directory_bytes: int, board_bytes: int) -> tuple[Window, Window]:
+        """Make the directory (peers only read it) and the board (peers write it) of this engine. Once."""
+
+    @abstractmethod
+    def reserve(self, device: int, nbytes: int | None, kind: MemoryKind) -> Region:
+        """Reserve a pool that peers can read and write; ``None`` means as large as is sensible."""
+
+    @abstractmethod
+    def commit(self, region: Region, offset: int, nbytes: int) -> None:
+        """Back a range of a pool with memory; ranges that are committed already cost nothing.
+
+        Raises
+        ------
+        BackendError
+            ``OUT_OF_MEMORY``, with the numbers, before the kernel would have to kill someone.
+        """
+
+    @abstractmethod
+    def discard(self, region: Region, offset: int, nbytes: int) -> None:
+        """Say that a committed range is free now; the backend may keep it committed for the next `commit`."""
+
+    @abstractmethod
+    def hold(self, region: Region) -> object:
+        """Give an object that keeps the region readable, past `close`, as long as the object lives."""
+
+    @abstractmethod
+    def export(self) -> Export:
+        """Describe my windows and regions for a peer."""
+
+    @abstractmethod
+    def connect(self, peer: Export, pair: Pair, deadline_ns: int) -> Endpoint:
+        """Open the data path to a peer. Takes over ``peer.fds``: closes them, also on failure."""
