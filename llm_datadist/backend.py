@@ -39,7 +39,10 @@ class Failure(enum.Enum):
     INVALID = "invalid argument"
     TIMED_OUT = "timed out"
     PEER_GONE = "peer gone"
-    STALE = "the peer's data changed"
+    #: A guard word differed before the first byte was written: look again and retry.
+    STALE = "the peer's data changed before the copy"
+    #: A guard word differed after the copy: the bytes written are undefined.
+    TORN = "the peer's data changed during the copy"
     UNSUPPORTED = "not supported"
     UNAVAILABLE = "not available"
     FAILED = "failed"
@@ -164,8 +167,7 @@ class Endpoint(ABC):
         Raises
         ------
         BackendError
-            ``TIMED_OUT``, ``PEER_GONE``, or ``STALE`` (guard changed during the copy: bytes undefined;
-            attribute ``before`` is True if it was found changed before the first byte was written).
+            ``TIMED_OUT``, ``PEER_GONE``, ``STALE`` or ``TORN``.
         """
 
     @abstractmethod

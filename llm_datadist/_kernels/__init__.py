@@ -1,0 +1,1 @@
+"""Compiled kernels: they know addresses and sizes, and import nothing of ours."""
