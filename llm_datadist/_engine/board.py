@@ -44,10 +44,9 @@ class Board:
         """Let the tags of a key that is gone be used again."""
         self._tags.give(offset - self._tags_at, num_tensors * 4)
 
-    def spent(self, bindings: Iterable[tuple[int, int]]) -> list[int]:
-        """Of (entry number, binding generation) pairs, give the positions of those that peers have spent."""
-        flat = array("Q", (number for pair in bindings for number in pair))
-        return words.equal_words(self._base + SPENT_AT, flat)
+    def spent(self, bindings: array[int]) -> list[int]:
+        """Of flat (entry number, binding generation) pairs, give the positions of those that peers have spent."""
+        return words.equal_words(self._base + SPENT_AT, bindings)
 
 
 class PeerBoard:

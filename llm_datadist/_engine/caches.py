@@ -7,8 +7,10 @@ they have pulled is collected from the board before every step that could depend
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -70,6 +72,8 @@ class Binding:
     generation: int
     tags: int
     since: float
+    #: Position among the bindings that peers can spend.
+    position: int = -1
 
 
 @dataclass(slots=True)
@@ -94,6 +98,18 @@ class Cache:
     views: int = 0
     #: Withdrawn from the directory; the memory waits for users and views.
     withdrawn: bool = False
+
+
+def merged(places: Sequence[tuple[Pool, int]], tensor_bytes: int) -> list[tuple[Pool, int, int]]:
+    """Join tensors that lie side by side, so that most caches are given back in one step a device."""
+    ranges: list[tuple[Pool, int, int]] = []
+    for pool, at in places:
+        nbytes = pool.space.round(tensor_bytes)
+        if ranges and ranges[-1][0] is pool and ranges[-1][1] + ranges[-1][2] == at:
+            ranges[-1] = (pool, ranges[-1][1], ranges[-1][2] + nbytes)
+        else:
+            ranges.append((pool, at, nbytes))
+    return ranges
 
 
 class View:
@@ -123,8 +139,13 @@ class Caches:
         self._lock = threading.Lock()
         self._caches: dict[int, Cache] = {}
         self._keys: dict[Key, Binding] = {}
-        self._ids = itertools.count(1)
-        self.generations = itertools.count(2, 2)
+        self._next_id = 1
+        # Even numbers, never used twice. They start at a random place far from 0, since the word where a reader expects
+        # the generation of a record that is gone may by then hold any number of another record's body.
+        self._generations = itertools.count(secrets.randbelow(1 << 61) + (1 << 61) << 1, 2)
+        # What peers can spend: bindings, and the flat (entry, generation) pairs that one kernel call compares.
+        self._spendable: list[Binding] = []
+        self._spendable_words = array("Q")
         self._ended_views: deque[Cache] = deque()
         #: Ids of handles that were garbage-collected.
         self.dropped: deque[int] = deque()
@@ -222,15 +243,15 @@ class Caches:
             if key.kind == REQUEST:
                 tags = self._board.take_tags(geometry.num_tensors)
                 undo.append(lambda tags=tags: self._board.give_tags(tags, geometry.num_tensors))  # type: ignore[misc]
-            bindings[slot] = (key, number, next(self.generations), tags)
+            bindings[slot] = (key, number, next(self._generations), tags)
         table = [(0, 0)] * (max(bindings) + 1 if bindings else 0)
         for slot, (_, number, generation, _) in bindings.items():
             table[slot] = (number + 1, generation)
         flags = F_ACCESSIBLE | (F_BLOCKS if geometry.blocks else 0)
         flags |= F_HOST if geometry.kind is MemoryKind.HOST else 0
         record = Record(
-            next(self.generations),
-            next(self._ids),
+            next(self._generations),
+            self._next_id,
             flags,
             devices,
             geometry.num_tensors,
@@ -240,6 +261,7 @@ class Caches:
             tuple(table),
         )
         record_at = self._directory.write_record(record)
+        self._next_id += 1
         n = geometry.num_tensors
         flat = [pool.region.address + at for pool, at in places]
         cache = Cache(
@@ -250,7 +272,7 @@ class Caches:
             record,
             record_at,
             numbers[0],
-            next(self.generations),
+            next(self._generations),
         )
         now = time.monotonic()
         self._directory.publish(
@@ -262,6 +284,10 @@ class Caches:
             self._directory.publish(number, key, Entry(number, generation, record_at, slot, tags, record.generation))
             binding = Binding(key, cache, slot, number, generation, tags, now)
             cache.bindings[slot] = self._keys[key] = binding
+            if tags:
+                binding.position = len(self._spendable)
+                self._spendable.append(binding)
+                self._spendable_words.extend((number, generation))
         return cache
 
     # ------------------------------------------------------------------ release
@@ -295,8 +321,17 @@ class Caches:
         self._directory.withdraw(binding.entry, binding.key, binding.generation)
         if binding.tags:
             self._board.give_tags(binding.tags, binding.cache.geometry.num_tensors)
+            self._forget_spendable(binding)
         del self._keys[binding.key]
         del binding.cache.bindings[binding.slot]
+
+    def _forget_spendable(self, binding: Binding) -> None:
+        last, last_words = self._spendable.pop(), self._spendable_words[-2:]
+        del self._spendable_words[-2:]
+        if last is not binding:
+            last.position = binding.position
+            self._spendable[last.position] = last
+            self._spendable_words[2 * last.position : 2 * last.position + 2] = last_words
 
     def _release_if_unused(self, cache: Cache) -> None:
         if cache.held or cache.bindings:
@@ -309,17 +344,16 @@ class Caches:
         if cache.users or cache.views:
             return
         del self._caches[cache.id]
-        for pool, at in cache.places:
-            pool.space.give(at, cache.geometry.tensor_bytes)
-            self._backend.discard(pool.region, at, pool.space.round(cache.geometry.tensor_bytes))
+        for pool, at, nbytes in merged(cache.places, cache.geometry.tensor_bytes):
+            pool.space.give(at, nbytes)
+            self._backend.discard(pool.region, at, nbytes)
 
     def _collect(self) -> None:
         """Take in what has happened since the last call: keys that peers have spent, handles and views that died."""
-        spendable = [b for b in self._keys.values() if b.tags]
-        if spendable:
-            for i in self._board.spent((b.entry, b.generation) for b in spendable):
-                self._unbind(spendable[i])
-                self._release_if_unused(spendable[i].cache)
+        if self._spendable:
+            for binding in [self._spendable[i] for i in self._board.spent(self._spendable_words)]:
+                self._unbind(binding)
+                self._release_if_unused(binding.cache)
         while self.dropped:
             self._drop(self.dropped.popleft())
         while self._ended_views:
