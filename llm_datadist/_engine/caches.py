@@ -306,6 +306,11 @@ class Caches:
         if cache.geometry.blocks:
             for binding in list(cache.bindings.values()):
                 self._unbind(binding)
+        if cache.bindings:
+            # It lives by its keys alone now, which readers by id must know.
+            cache.entry_generation = next(self._generations)
+            entry = Entry(cache.entry, cache.entry_generation, cache.record_at, 0, 1, cache.record.generation)
+            self._directory.replace(cache.entry, Key(CACHE, cache.id, 0), entry)
         self._release_if_unused(cache)
 
     def remove_key(self, key: Key) -> None:

@@ -44,7 +44,6 @@ MAX_LINKS = 1024
 PAGE = 4096
 ENTRY_BYTES = 64
 SMALLEST_INDEX = 512
-NO_KEY = 0
 
 # header words
 W_MAGIC, W_VERSION, W_INCARNATION, W_STATE, W_TABLE, W_EPOCH, W_CAPACITY = (8 * i for i in range(7))
@@ -62,7 +61,11 @@ class Key(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One key (or cache id) as published."""
+    """One key (or cache id) as published.
+
+    ``tags`` is where the board has the tags of a request key. Of a cache id it is 1 when the owner has let go of the
+    handle, so that the cache lives by its keys alone.
+    """
 
     number: int
     generation: int
@@ -123,7 +126,7 @@ class Layout:
 
 
 class Directory:
-    """The owner's side. Not thread-safe: the engine's table lock guards it."""
+    """The owner's side. Not thread-safe, except `open_link` and `close_link`, which write one word each."""
 
     def __init__(self, window: Window, incarnation: int) -> None:
         self._base = window.address
@@ -188,20 +191,21 @@ class Directory:
 
     def publish(self, number: int, key: Key, entry: Entry) -> None:
         """Publish an entry and make it findable."""
-        words.write_entry(
-            self._base + self.layout.entries + number * ENTRY_BYTES,
-            entry.generation,
-            *key,
-            entry.record,
-            entry.slot,
-            entry.tags,
-            entry.memory_generation,
-        )
+        self.replace(number, key, entry)
         if (self._filled + 1) * 2 > self._capacity:
             self._rebuild()
         if words.index_insert(self._base + self.layout.index, self._capacity, *key, number):
             self._filled += 1
         self._live += 1
+
+    def replace(self, number: int, key: Key, entry: Entry) -> None:
+        """Write a published entry anew, under another generation."""
+        words.write_entry(
+            self._base + self.layout.entries + number * ENTRY_BYTES,
+            entry.generation,
+            *key,
+            *entry[2:],
+        )
 
     def withdraw(self, number: int, key: Key, generation: int) -> None:
         """Make an entry absent, and its number free for later."""
@@ -282,13 +286,25 @@ class PeerDirectory:
             if found is None:
                 return None
             if found:
-                entry = Entry(*found)
-                if entry.record % 8 or not self.layout.arena <= entry.record < self.layout.nbytes:
-                    raise Unreadable(f"an entry points to byte {entry.record} of the peer's directory")
-                return entry
+                return self._bounded(Entry(*found))
             if time.monotonic_ns() > deadline_ns:
                 raise Unreadable("the peer's index stayed unreadable until the time limit")
             time.sleep(0.0001)
+
+    def entry_of_slot(self, record: Record, slot: int) -> tuple[int, Entry] | None:
+        """Give kind and entry of the key that is still bound to a slot, or None."""
+        number, generation = record.keys[slot] if slot < len(record.keys) else (0, 0)
+        if not 0 < number <= self.layout.entry_count:
+            return None
+        found = words.read_entry(self._base + self.layout.entries + (number - 1) * ENTRY_BYTES)
+        if found is None or found[0] != generation:
+            return None
+        return found[1], self._bounded(Entry(number - 1, generation, *found[4:]))
+
+    def _bounded(self, entry: Entry) -> Entry:
+        if entry.record % 8 or not self.layout.arena <= entry.record < self.layout.nbytes:
+            raise Unreadable(f"an entry points to byte {entry.record} of the peer's directory")
+        return entry
 
     def record(self, entry: Entry) -> Record | None:
         """Read the record that an entry names; None if it has gone since."""

@@ -132,14 +132,12 @@ class Links:
         self,
         backend: Backend,
         directory: Directory,
-        table_lock: threading.Lock,
         terms: Terms,
         namespace: str,
         service: Service,
     ) -> None:
         self._backend = backend
         self._directory = directory
-        self._table_lock = table_lock
         self.terms = terms
         self._namespace = namespace
         self._service = service
@@ -628,8 +626,7 @@ class Links:
             if not self._slots:
                 raise Refused(LLMStatusCode.LLM_PARAM_INVALID, f"{MAX_LINKS} links are being made or stand already")
             slot, epoch = self._slots.popleft(), next(self._epochs)
-        with self._table_lock:
-            self._directory.open_link(slot, epoch)
+        self._directory.open_link(slot, epoch)
         return slot, epoch
 
     def _close_slot(self, link: Link) -> None:
@@ -639,8 +636,7 @@ class Links:
             self._give_slot(slot)
 
     def _give_slot(self, slot: int) -> None:
-        with self._table_lock:
-            self._directory.close_link(slot)
+        self._directory.close_link(slot)
         with self._lock:
             self._slots.append(slot)
 

@@ -134,6 +134,20 @@ def write_entry(size_t address, uint64_t generation, uint64_t kind, uint64_t ide
     dd_store_release(p, generation)
 
 
+def read_entry(size_t address):
+    """Copy an entry out: its eight words, generation first, or None if it is absent or being written."""
+    cdef const uint64_t *p = <const uint64_t *>address
+    cdef uint64_t w[8]
+    cdef int i
+    w[0] = dd_load_acquire(p)
+    for i in range(1, 8):
+        w[i] = dd_load_relaxed(p + i)
+    dd_acquire_fence()
+    if w[0] & 1 or dd_load_relaxed(p) != w[0]:
+        return None
+    return w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]
+
+
 def index_insert(size_t index, uint64_t capacity, uint64_t kind, uint64_t ident, uint64_t model, uint64_t entry):
     """Put an entry into the index; return whether an empty word was used (else a removed one).
 
