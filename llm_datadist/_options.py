@@ -126,7 +126,9 @@ def parse_options(role: LLMRole, cluster_id: int, options: dict[str, str]) -> En
     if not cache_manager and "llm.BufPoolCfg" in merged:
         _check_buffer_tiers(merged["llm.BufPoolCfg"])
     enforce = _switch(merged, "llm.Simulator.EnforceMemoryLimit", None, True)
-    limited = total_memory is not None and enforce and not cache_manager
+    memory_limit = None
+    if total_memory is not None and enforce and not cache_manager:
+        memory_limit = math.floor(total_memory * utilization)
     return EngineConfig(
         role=role,
         cluster_id=cluster_id,
@@ -135,7 +137,7 @@ def parse_options(role: LLMRole, cluster_id: int, options: dict[str, str]) -> En
         devices=devices,
         listen=listen,
         sync_timeout_ms=_number(merged, "llm.SyncKvCacheWaitTime", DEFAULT_SYNC_TIMEOUT_MS, 1, INT32_MAX),
-        memory_limit=math.floor(total_memory * utilization) if limited and total_memory is not None else None,
+        memory_limit=memory_limit,
         switch_role=not cache_manager and flags[SWITCH_ROLE],
         device_pool=_pool(merged, "llm.MemPoolConfig") if cache_manager else None,
         host_pool=_pool(merged, "llm.HostMemPoolConfig") if cache_manager else None,
