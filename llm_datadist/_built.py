@@ -28,4 +28,6 @@ def require_built() -> None:
             raise ImportError(f"{remedy} ({error})", name=name) from error
         # A folder without __init__.py would hide the mapped package and pass as an empty one.
         if part.__file__ is None:
-            raise ImportError(f"{remedy} (an empty folder of that name is in the way: {list(part.__path__)})", name=name)
+            raise ImportError(
+                f"{remedy} (an empty folder of that name is in the way: {list(part.__path__)})", name=name
+            )
