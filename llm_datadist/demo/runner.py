@@ -58,6 +58,10 @@ def _children() -> Iterator[list[_Child]]:
     children: list[_Child] = []
     try:
         yield children
+    except BaseException:
+        for child in children:
+            child.process.terminate()  # not asked first: it may be deep in a pull
+        raise
     finally:
         for child in children:
             child.stop()
@@ -66,18 +70,20 @@ def _children() -> Iterator[list[_Child]]:
 def _receive(kind: type[_T], child: _Child, needed: list[_Child]) -> _T:
     """Wait for a child's report, as long as it and the children it needs are there."""
     processes = [one.process for one in (child, *needed)]
-    if child.connection in wait([child.connection, *(process.sentinel for process in processes)], LIMIT_S):
+    ready = wait([child.connection, *(process.sentinel for process in processes)], LIMIT_S)
+    ended = [process for process in processes if process.sentinel in ready]
+    if child.connection in ready:
         try:
             report = child.connection.recv()
         except EOFError:
-            child.process.join(_STOP_S)
+            ended = [child.process]
         else:
             assert isinstance(report, kind)
             return report
-    for process in processes:
-        if process.exitcode is not None:
-            raise _DemoError(f"the {process.name} process ended too early, exit code {process.exitcode}")
-    raise _DemoError(f"the {child.process.name} process said nothing within {LIMIT_S} s")
+    if not ended:
+        raise _DemoError(f"the {child.process.name} process said nothing within {LIMIT_S} s")
+    ended[0].join(_STOP_S)
+    raise _DemoError(f"the {ended[0].name} process ended too early, exit code {ended[0].exitcode}")
 
 
 def run(text: bytes) -> int:
