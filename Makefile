@@ -1,0 +1,81 @@
+# Each verb sets up what it needs, in a virtual environment of its own (.venv). Nothing else on the machine is touched.
+#   make demo    two processes hand over a KV cache          make lint    style of the source
+#   make test    the tests                                   make types   strict typing of the installed wheel
+#   make wheel   build, install elsewhere, pull once         make docs    the documentation, warnings are errors
+#   make bench   speed beside the machine's limit            make clean   remove everything made here
+# PYTHON=... names the interpreter; by default the first on PATH that is new enough.
+
+.PHONY: demo test lint types bench docs wheel clean
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo $$p; break; }; done)
+KERNELS := $(wildcard llm_datadist/_kernels/*.pyx llm_datadist/_kernels/*.pxd llm_datadist/_kernels/*.h)
+SOURCES := $(shell find llm_datadist backends -name '*.py' -o -name '*.pyi' -o -name '*.md' -o -name py.typed) $(KERNELS)
+# One pip at a time, also under make -j.
+PIP = flock $(VENV) $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Tests import what is installed, never the folder they are started from.
+RUN = PYTHONSAFEPATH=1
+
+demo: $(VENV)/built
+	$(RUN) $(BIN)/llm-datadist demo
+
+test: $(VENV)/test.extra
+	$(RUN) $(BIN)/pytest -q -n auto
+
+lint: $(VENV)/lint.extra
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+# From an empty folder, against the wheel: from here mypy would miss the mapped package and say success.
+types: .cache/types/made
+	cd .cache/types/empty && ../bin/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir ../mypy -p llm_datadist
+	cd .cache/types/empty && ../bin/stubtest --mypy-config-file $(CURDIR)/pyproject.toml --ignore-missing-stub \
+		$(patsubst llm_datadist/_kernels/%.pyi,llm_datadist._kernels.%,$(wildcard llm_datadist/_kernels/*.pyi))
+
+bench: $(VENV)/built
+	$(RUN) $(BIN)/python benchmarks/pulls.py --short
+
+docs: $(VENV)/docs.extra
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build
+
+# From the sdist, for PYTHON, into a fresh environment; then a real pull with nothing of this folder in reach.
+wheel: dist/made
+	rm -rf .cache/wheel && mkdir -p .cache/wheel/empty
+	$(PYTHON) -m venv .cache/wheel
+	.cache/wheel/bin/python -m pip --disable-pip-version-check --quiet install dist/*.tar.gz
+	cd .cache/wheel/empty && ../bin/python -I $(CURDIR)/tests/packaging/installed.py
+	rm -rf .cache/wheel
+
+clean:
+	rm -rf $(VENV) .cache build dist docs/_build benchmarks/results *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find llm_datadist backends tests docs benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	rm -f llm_datadist/_kernels/*.so
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "No Python >= 3.10 found. On Debian: apt-get install python3 (or give PYTHON=...)."; exit 1; } >&2
+	@$(PYTHON) .ci/needs.py
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/built: $(BIN)/python setup.py pyproject.toml llm_datadist/_version.py $(KERNELS)
+	$(PIP) install -e .
+	@touch $@
+
+# The extra's packages only: the package itself is installed already.
+$(VENV)/%.extra: $(VENV)/built
+	$(PIP) install "llm-datadist[$*]"
+	@touch $@
+
+# The wheel is built from the sdist, so what the sdist lacks shows.
+dist/made: $(VENV)/test.extra setup.py pyproject.toml MANIFEST.in README.md LICENSE CHANGELOG.md $(SOURCES)
+	rm -rf dist && mkdir -p .cache
+	$(BIN)/python -m build > .cache/build.log 2>&1 || { cat .cache/build.log; exit 1; }
+	@touch $@
+
+.cache/types/made: dist/made
+	rm -rf .cache/types && mkdir -p .cache/types/empty
+	$(BIN)/python -m venv .cache/types
+	.cache/types/bin/python -m pip --disable-pip-version-check --quiet install "$$(echo dist/*.whl)[lint]"
+	@touch $@

@@ -1,0 +1,33 @@
+"""Tell in one line when the package was never built or installed."""
+
+import importlib
+
+__all__ = ["require_built"]
+
+_PARTS = (
+    "llm_datadist.backends",
+    "llm_datadist._kernels.hostcopy",
+    "llm_datadist._kernels.runs",
+    "llm_datadist._kernels.words",
+)
+
+
+def require_built() -> None:
+    """Check that the compiled kernels and the mapped ``backends`` package can be imported.
+
+    Raises
+    ------
+    ImportError
+        One of them is missing, as in a source tree that was only unpacked; says what to do.
+    """
+    for name in _PARTS:
+        remedy = f"{name} is not installed or not built: run 'pip install -e .' in the source tree"
+        try:
+            part = importlib.import_module(name)
+        except ImportError as error:
+            raise ImportError(f"{remedy} ({error})", name=name) from error
+        # A folder without __init__.py would hide the mapped package and pass as an empty one.
+        if part.__file__ is None:
+            raise ImportError(
+                f"{remedy} (an empty folder of that name is in the way: {list(part.__path__)})", name=name
+            )
