@@ -24,6 +24,11 @@ class Address:
         """Whether it stands for all addresses of the host."""
         return self.host in _WILDCARDS
 
+    def wildcards(self) -> list[Address]:
+        """Give the wildcard addresses whose listener a client of this address may reach instead."""
+        hosts = _WILDCARDS if "." in self.host else _WILDCARDS[1:]
+        return [Address(host, self.port) for host in hosts if host != self.host]
+
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 

@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING
 
 from llm_datadist._engine import codes, forks
 from llm_datadist._engine.board import Board
-from llm_datadist._engine.caches import Cache, Caches, Geometry, Pool, View
+from llm_datadist._engine.caches import Caches, Pool
 from llm_datadist._engine.control import Service
-from llm_datadist._engine.directory import Directory, Key
-from llm_datadist._engine.layout import Layers
+from llm_datadist._engine.directory import Directory
 from llm_datadist._engine.links import LinkRequest, Links, Terms
 from llm_datadist._engine.space import Space
 from llm_datadist._engine.transfers import Transfers
-from llm_datadist._kernels.runs import Indices
 from llm_datadist._log import get_logger
 from llm_datadist.backend import BackendError, MemoryKind
 from llm_datadist.backend import Backend as _Backend
-from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
+from llm_datadist.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from llm_datadist.configs import EngineConfig
@@ -58,7 +56,7 @@ class Engine:
         _raise_descriptor_limit()
         with contextlib.ExitStack() as undo:
             try:
-                backend.open(config.devices, config.options)
+                backend.open(config.devices, {**config.options, "llm.CopyThreads": str(config.copy_threads)})
                 undo.callback(backend.close)
                 incarnation = secrets.randbits(64)
                 directory_window, board_window = backend.make_windows(DIRECTORY_BYTES, BOARD_BYTES)
@@ -90,16 +88,6 @@ class Engine:
             limit = region.nbytes if self.config.memory_limit is None else self.config.memory_limit
             pools.append(Pool(region, Space(region.nbytes, TENSOR_ALIGNMENT), limit))
         return pools
-
-    # ------------------------------------------------------------------ caches
-
-    def allocate(self, geometry: Geometry, keys: Sequence[Key | None]) -> Cache:
-        """Allocate a cache on every device and bind its keys."""
-        return self.caches.allocate(geometry, keys)
-
-    def view(self, cache_id: int) -> tuple[Cache, View]:
-        """Give a cache and an object that keeps its memory readable."""
-        return self.caches.view(cache_id)
 
     # ------------------------------------------------------------------ links
 
@@ -169,14 +157,6 @@ class Engine:
         """Ask a linked prompt cluster for a sign of life."""
         self.links.check(cluster_id, self.config.sync_timeout_ms)
 
-    # ------------------------------------------------------------------ transfers
-
-    def pull_blocks(
-        self, cluster_id: int, key: Key, cache_id: int, source: Indices, destination: Indices, layers: Layers
-    ) -> None:
-        """Pull blocks (see `Transfers.pull_blocks`)."""
-        self.transfers.pull_blocks(cluster_id, key, cache_id, source, destination, layers)
-
     # ------------------------------------------------------------------ the end
 
     def require_open(self) -> None:
@@ -214,9 +194,3 @@ def _raise_descriptor_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def require(condition: bool, text: str) -> None:
-    """Raise PARAM_INVALID unless the condition holds."""
-    if not condition:
-        raise ParamInvalid(text)

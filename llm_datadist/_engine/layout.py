@@ -18,19 +18,6 @@ class Layers(NamedTuple):
     destination: range | None = None
     per_layer: int = DEFAULT_TENSORS_PER_LAYER
 
-    def check(self, total: int) -> None:
-        """Check the tensors a layer against the local cache's total."""
-        n = self.per_layer
-        if n == DEFAULT_TENSORS_PER_LAYER:
-            return
-        if n > total:
-            raise ParamInvalid(f"tensor_num_per_layer is {n}, allowed is 1 to {total}, the cache's number of tensors")
-        if (self.source is not None or self.destination is not None) and total % n:
-            raise ParamInvalid(
-                f"tensor_num_per_layer is {n}, which does not divide the cache's {total} tensors; "
-                "with a layer range it must"
-            )
-
 
 def select(name: str, layers: range | None, per_layer: int, total: int) -> range:
     """Give the tensors of some layers, in order."""

@@ -116,7 +116,6 @@ class Transfers:
 
     @staticmethod
     def _check_local(cache: Cache, layers: Layers) -> None:
-        layers.check(cache.geometry.num_tensors)
         select("dst_layer_range", layers.destination, layers.per_layer, cache.geometry.num_tensors)
 
     def _pull(
