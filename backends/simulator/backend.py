@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -109,9 +110,11 @@ class SimulatorBackend(Backend):
         """Map a peer's memory. Nothing in here waits, so the deadline is never reached."""
         return SimulatorEndpoint(self, peer, pair, self._threads)
 
-    def descriptors(self) -> tuple[int, ...]:
-        """List the descriptors that a forked child must close. Endpoints have none."""
-        return (*(window.fd for window in self._windows), *(fd for _, fd in self._pools.regions()))
+    def abandon(self) -> None:
+        with self._lock:
+            self._open = False
+            for fd in (*(window.fd for window in self._windows), *(fd for _, fd in self._pools.regions())):
+                os.close(fd)
 
     def _check_open(self) -> None:
         if not self._open:
