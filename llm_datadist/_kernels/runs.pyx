@@ -196,6 +196,8 @@ cdef Indices read_view(Py_buffer *view, str name):
         raise TypeError(f"{name} must hold native integers, got buffer format {text!r}")
     if view.ndim != 1:
         raise TypeError(f"{name} must have one dimension, got {view.ndim}")
+    # ctypes leaves the strides out, though they were asked for.
+    cdef Py_ssize_t stride = width if view.strides == NULL else view.strides[0]
     cdef Indices made = room_for(view.shape[0])
     cdef int64_t number
     # The format tells the sign only: some exporters write "l" for 4 bytes and some for 8.
@@ -208,7 +210,7 @@ cdef Indices read_view(Py_buffer *view, str name):
         made.items[i] = number
         if number > made.top:
             made.top = number
-        item += view.strides[0]
+        item += stride
     return made
 
 
