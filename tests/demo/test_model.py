@@ -108,7 +108,7 @@ def one_thread() -> dict[str, str]:
 def test_scattered_blocks_are_different_and_inside():
     blocks = scattered(7, PAGED_BLOCKS, blocks_for(MAX_TOKENS))
     assert len(set(blocks)) == len(blocks) == blocks_for(MAX_TOKENS)
-    assert 0 <= min(blocks)
+    assert min(blocks) >= 0
     assert max(blocks) < PAGED_BLOCKS
     assert blocks != sorted(blocks)
 
