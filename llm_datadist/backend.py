@@ -8,7 +8,9 @@ turns into a status code.
 from __future__ import annotations
 
 import enum
+import importlib
 import socket
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +31,10 @@ __all__ = [
     "Pair",
     "Region",
     "Window",
+    "make_backend",
 ]
+
+ENTRY_POINTS = "llm_datadist.backends"
 
 
 class Failure(enum.Enum):
@@ -197,6 +202,10 @@ class Backend(ABC):
         """Give everything back. Idempotent. Memory that a live `Tensor` shows stays until it dies."""
 
     @abstractmethod
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child. Memory stays mapped; the parent's is not touched."""
+
+    @abstractmethod
     def make_windows(self, directory_bytes: int, board_bytes: int) -> tuple[Window, Window]:
         """Make the directory (peers only read it) and the board (peers write it) of this engine. Once."""
 
@@ -229,3 +238,42 @@ class Backend(ABC):
     @abstractmethod
     def connect(self, peer: Export, pair: Pair, deadline_ns: int) -> Endpoint:
         """Open the data path to a peer. Takes over ``peer.fds``: closes them, also on failure."""
+
+
+def make_backend(name: str) -> Backend:
+    """Make, but not open, the backend of a name.
+
+    Parameters
+    ----------
+    name : str
+        ``auto``, the name of a built-in backend, or one that another package offers under the entry-point group
+        ``llm_datadist.backends``.
+
+    Raises
+    ------
+    BackendError
+        ``INVALID`` for an unknown name, ``UNAVAILABLE`` when the backend's module can't be imported.
+    """
+    from importlib.metadata import entry_points
+
+    from llm_datadist.backends import BUILT_IN
+
+    if name == "auto":
+        # No Ascend runtime is looked for yet: the acl backend is not part of this version.
+        warnings.warn(
+            "llm.Backend is auto and no Ascend runtime was found: using the simulator (host memory, one host)",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        name = "simulator"
+    known = {**{point.name: point.value for point in entry_points(group=ENTRY_POINTS)}, **BUILT_IN}
+    if name not in known:
+        raise BackendError(
+            Failure.INVALID, f"llm.Backend is {name!r}, allowed are auto, {', '.join(sorted(known))}"
+        )
+    module, _, attribute = known[name].partition(":")
+    try:
+        made: Backend = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError) as e:
+        raise BackendError(Failure.UNAVAILABLE, f"backend {name!r} ({known[name]}) can't be loaded: {e}") from e
+    return made

@@ -1,0 +1,137 @@
+"""The simulator backend: memory of this engine, and the way to its peers on the same host."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from llm_datadist.backend import (
+    Backend,
+    BackendError,
+    Capabilities,
+    Export,
+    Failure,
+    MemoryKind,
+    Pair,
+    Region,
+    Window,
+)
+from llm_datadist.backends.simulator import exports, limits
+from llm_datadist.backends.simulator.endpoint import SimulatorEndpoint
+from llm_datadist.backends.simulator.faults import Faults
+from llm_datadist.backends.simulator.pools import Pools
+from llm_datadist.backends.simulator.segments import READ_BY_PEERS, SHARED, Segment
+
+__all__ = ["SimulatorBackend"]
+
+DEFAULT_ADDRESS_SPACE: Final = 64 << 30
+DEFAULT_KEEP_FREE: Final = 1 << 30
+DEFAULT_COPY_THREADS: Final = 2
+
+
+class SimulatorBackend(Backend):
+    """Devices are labels, memory is shared memory, and peers are processes of this host.
+
+    Parameters
+    ----------
+    room : callable, optional
+        Says how much memory may still be taken; by default what the kernel tells.
+    """
+
+    capabilities = Capabilities(
+        same_host=True, mapped_words=True, late_regions=False, alignment=512, sparse_pools=True
+    )
+
+    def __init__(self, room: Callable[[], limits.Room] = limits.room) -> None:
+        #: Faults for tests; nothing is looked at or counted while it is None.
+        self.faults: Faults | None = None
+        self._room = room
+        self._lock = threading.Lock()
+        self._open = False
+
+    def open(self, devices: Sequence[int], options: Mapping[str, str]) -> None:
+        if sys.platform != "linux":
+            raise BackendError(
+                Failure.UNAVAILABLE, f"The simulator backend runs on Linux only; this system is {sys.platform}."
+            )
+        address_space = int(options.get("llm.Simulator.AddressSpace", DEFAULT_ADDRESS_SPACE))
+        keep_free = int(options.get("llm.Simulator.KeepFree", DEFAULT_KEEP_FREE))
+        self._threads = int(options.get("llm.CopyThreads", DEFAULT_COPY_THREADS))
+        self._pools = Pools(address_space, keep_free, self._room)
+        self._windows: tuple[Segment, ...] = ()
+        self._open = True
+
+    def close(self) -> None:
+        with self._lock:
+            if self._open:
+                self._open = False
+                self._pools.close()
+                for window in self._windows:
+                    _close_window(window)
+                self._windows = ()
+
+    def make_windows(self, directory_bytes: int, board_bytes: int) -> tuple[Window, Window]:
+        with self._lock:
+            self._check_open()
+            directory = _window_segment("directory", directory_bytes, READ_BY_PEERS)
+            try:
+                board = _window_segment("board", board_bytes, SHARED)
+            except BackendError:
+                _close_window(directory)
+                raise
+            self._windows = (directory, board)
+            return Window(directory.mapping.address, directory_bytes), Window(board.mapping.address, board_bytes)
+
+    def reserve(self, device: int, nbytes: int | None, kind: MemoryKind) -> Region:
+        return self._pools.reserve(device, nbytes, kind)
+
+    def commit(self, region: Region, offset: int, nbytes: int) -> None:
+        self._pools.commit(region.id, offset, nbytes)
+
+    def discard(self, region: Region, offset: int, nbytes: int) -> None:
+        self._pools.discard(region.id, offset, nbytes)
+
+    def hold(self, region: Region) -> object:
+        return self._pools.hold(region.id)
+
+    def export(self) -> Export:
+        """Describe my windows and regions; the descriptors stay mine, and are valid until `close`."""
+        with self._lock:
+            self._check_open()
+            directory, board = self._windows
+            pools = self._pools.regions()
+            data = exports.encode(directory.nbytes, board.nbytes, [region for region, _ in pools])
+            return Export(data, (directory.fd, board.fd, *(fd for _, fd in pools)))
+
+    def connect(self, peer: Export, pair: Pair, deadline_ns: int) -> SimulatorEndpoint:
+        """Map a peer's memory. Nothing in here waits, so the deadline is never reached."""
+        return SimulatorEndpoint(self, peer, pair, self._threads)
+
+    def abandon(self) -> None:
+        with self._lock:
+            self._open = False
+            for fd in (*(window.fd for window in self._windows), *(fd for _, fd in self._pools.regions())):
+                os.close(fd)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise BackendError(Failure.UNAVAILABLE, "The simulator backend is closed.")
+
+
+def _window_segment(name: str, nbytes: int, seals: int) -> Segment:
+    try:
+        return Segment(name, nbytes, seals)
+    except OSError as error:
+        raise BackendError(
+            Failure.OUT_OF_MEMORY,
+            f"The {name} of {nbytes} bytes could not be mapped: {error.strerror}.",
+            error.errno or 0,
+        ) from error
+
+
+def _close_window(window: Segment) -> None:
+    window.mapping.unmap()
+    window.close()

@@ -1,0 +1,60 @@
+"""A set of integers, kept as sorted half-open intervals that never touch each other."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+
+__all__ = ["Intervals"]
+
+
+class Intervals:
+    """Intervals of pages or bytes. Not thread safe."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        #: How many integers are in the set.
+        self.total = 0
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(list(zip(self._begins, self._ends, strict=True)))
+
+    def overlaps(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Give the parts of a range that are in the set."""
+        if begin >= end:
+            return []
+        first, last = bisect_right(self._ends, begin), bisect_left(self._begins, end)
+        return [(max(self._begins[i], begin), min(self._ends[i], end)) for i in range(first, last)]
+
+    def gaps(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Give the parts of a range that are not in the set."""
+        gaps = []
+        for part_begin, part_end in self.overlaps(begin, end):
+            if begin < part_begin:
+                gaps.append((begin, part_begin))
+            begin = part_end
+        if begin < end:
+            gaps.append((begin, end))
+        return gaps
+
+    def add(self, begin: int, end: int) -> None:
+        """Put a range into the set."""
+        if begin < end:
+            first, last = bisect_left(self._ends, begin), bisect_right(self._begins, end)
+            if first < last:
+                begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
+            self._replace(first, last, [(begin, end)])
+
+    def remove(self, begin: int, end: int) -> None:
+        """Take a range out of the set."""
+        first, last = bisect_right(self._ends, begin), bisect_left(self._begins, end)
+        if begin < end and first < last:
+            rest = [(self._begins[first], begin), (end, self._ends[last - 1])]
+            self._replace(first, last, [part for part in rest if part[0] < part[1]])
+
+    def _replace(self, first: int, last: int, parts: list[tuple[int, int]]) -> None:
+        self.total -= sum(self._ends[first:last]) - sum(self._begins[first:last])
+        self._begins[first:last] = [begin for begin, _ in parts]
+        self._ends[first:last] = [end for _, end in parts]
+        self.total += sum(end - begin for begin, end in parts)

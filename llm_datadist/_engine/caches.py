@@ -1,0 +1,453 @@
+"""The caches of one engine: memory, ids, keys, references and release.
+
+A cache lives while its id handle or one of its keys lives. What peers may know of it stands in the directory; what
+they have pulled is collected from the board before every step that could depend on it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from llm_datadist._engine.board import Board
+from llm_datadist._engine.directory import (
+    BLOCKS,
+    CACHE,
+    F_ACCESSIBLE,
+    F_BLOCKS,
+    F_HOST,
+    REQUEST,
+    Directory,
+    Entry,
+    Key,
+    Record,
+)
+from llm_datadist._engine.space import Space
+from llm_datadist.backend import Backend, BackendError, MemoryKind, Region
+from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
+
+__all__ = ["Binding", "Cache", "Caches", "Geometry", "Pool"]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Numbers of a cache: tensors of ``slots`` batch slots (or blocks) of ``stride`` bytes."""
+
+    num_tensors: int
+    slots: int
+    tensor_bytes: int
+    kind: MemoryKind = MemoryKind.DEVICE
+    blocks: bool = False
+
+    @property
+    def stride(self) -> int:
+        """Bytes of one batch slot or block."""
+        return self.tensor_bytes // self.slots
+
+
+@dataclass(slots=True)
+class Pool:
+    """One region that caches are cut from, with the room that its user may take."""
+
+    region: Region
+    space: Space
+    limit: int
+
+
+@dataclass(slots=True)
+class Binding:
+    """One key of one cache. ``tags`` is 0 for keys that pulls don't spend."""
+
+    key: Key
+    cache: Cache
+    slot: int
+    entry: int
+    generation: int
+    tags: int
+    since: float
+    #: Position among the bindings that peers can spend.
+    position: int = -1
+
+
+@dataclass(slots=True)
+class Cache:
+    """One cache of this engine."""
+
+    id: int
+    geometry: Geometry
+    #: (pool, offset) of each tensor, device after device.
+    places: list[tuple[Pool, int]]
+    addresses: tuple[tuple[int, ...], ...]
+    record: Record
+    record_at: int
+    entry: int
+    entry_generation: int
+    bindings: dict[int, Binding] = field(default_factory=dict)
+    #: The user still holds the handle.
+    held: bool = True
+    #: Local transfers that use the memory now; it is not reused before they end.
+    users: int = 0
+    #: Live Tensors on the memory; likewise.
+    views: int = 0
+    #: Withdrawn from the directory; the memory waits for users and views.
+    withdrawn: bool = False
+
+
+def merged(places: Sequence[tuple[Pool, int]], tensor_bytes: int) -> list[tuple[Pool, int, int]]:
+    """Join tensors that lie side by side, so that most caches are given back in one step a device."""
+    ranges: list[tuple[Pool, int, int]] = []
+    for pool, at in places:
+        nbytes = pool.space.round(tensor_bytes)
+        if ranges and ranges[-1][0] is pool and ranges[-1][1] + ranges[-1][2] == at:
+            ranges[-1] = (pool, ranges[-1][1], ranges[-1][2] + nbytes)
+        else:
+            ranges.append((pool, at, nbytes))
+    return ranges
+
+
+class View:
+    """Keeps a cache's memory from being used again as long as it lives."""
+
+    def __init__(self, cache: Cache, regions: Sequence[object], ended: deque[Cache]) -> None:
+        self._cache = cache
+        self._regions = regions
+        self._ended = ended
+
+    def __del__(self) -> None:
+        # May run in any thread at any point, so it takes no lock: the next call on the table finds it.
+        self._ended.append(self._cache)
+
+
+class Caches:
+    """The table of caches. All methods are thread-safe."""
+
+    def __init__(
+        self, backend: Backend, directory: Directory, board: Board, pools: Sequence[Pool], cache_manager: bool
+    ) -> None:
+        self._backend = backend
+        self._directory = directory
+        self._board = board
+        self._pools = list(pools)
+        self._cache_manager = cache_manager
+        self._lock = threading.Lock()
+        self._caches: dict[int, Cache] = {}
+        self._keys: dict[Key, Binding] = {}
+        self._next_id = 1
+        # Even numbers, never used twice. They start at a random place far from 0, since the word where a reader expects
+        # the generation of a record that is gone may by then hold any number of another record's body.
+        self._generations = itertools.count(secrets.randbelow(1 << 61) + (1 << 61) << 1, 2)
+        # What peers can spend: bindings, and the flat (entry, generation) pairs that one kernel call compares.
+        self._spendable: list[Binding] = []
+        self._spendable_words = array("Q")
+        self._ended_views: deque[Cache] = deque()
+        #: Ids of handles that were garbage-collected.
+        self.dropped: deque[int] = deque()
+
+    # ------------------------------------------------------------------ allocation
+
+    def allocate(self, geometry: Geometry, keys: Sequence[Key | None]) -> Cache:
+        """Allocate a cache and bind ``keys[i]`` to slot i (the blocks key of a blocks cache: slot 0)."""
+        with self._lock:
+            self._collect()
+            slot_of = {key: slot for slot, key in enumerate(keys) if key is not None}
+            for key in slot_of:
+                if key in self._keys:
+                    self._refuse_bound(key)
+            pools = [p for p in self._pools if p.region.kind is geometry.kind]
+            with self._undo() as undo:
+                places = [place for pool in pools for place in self._take(pool, geometry, undo)]
+                try:
+                    numbers = self._directory.take_entries(1 + len(slot_of))
+                    undo.append(lambda: self._directory.return_entries(numbers))
+                    cache = self._publish(geometry, places, slot_of, numbers, undo)
+                except MemoryError as e:
+                    raise LLMException(str(e), status_code=self._out_of_memory()) from e
+            self._caches[cache.id] = cache
+            return cache
+
+    def _refuse_bound(self, key: Key) -> None:
+        owner = self._keys[key].cache.id
+        text = f"{self.describe(key)} is already bound to cache {owner}; remove it or have it pulled first"
+        if self._cache_manager:
+            raise ParamInvalid(text)
+        raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED)
+
+    def _out_of_memory(self) -> LLMStatusCode:
+        return LLMStatusCode.LLM_OUT_OF_MEMORY if self._cache_manager else LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY
+
+    @contextmanager
+    def _undo(self) -> Iterator[list[object]]:
+        """Collect steps that take back what was done, should the rest fail."""
+        undo: list[object] = []
+        try:
+            yield undo
+        except BaseException:
+            for step in reversed(undo):
+                step()  # type: ignore[operator]
+            raise
+
+    def _take(self, pool: Pool, geometry: Geometry, undo: list[object]) -> list[tuple[Pool, int]]:
+        each = pool.space.round(geometry.tensor_bytes)
+        total = each * geometry.num_tensors
+        if pool.space.used + total > pool.limit:
+            raise self._no_room(pool, total, f"the limit is {pool.limit}")
+        # One range for all tensors is found fastest and merges best; in a crowded pool one by one may still fit.
+        start = pool.space.take(total)
+        if start is not None:
+            undo.append(lambda: pool.space.give(start, total))
+            offsets = [start + i * each for i in range(geometry.num_tensors)]
+            ranges = [(start, total)]
+        else:
+            offsets = []
+            for _ in range(geometry.num_tensors):
+                at = pool.space.take(each)
+                if at is None:
+                    raise self._no_room(pool, total, f"{pool.space.nbytes} bytes are in fragments")
+                undo.append(lambda at=at: pool.space.give(at, each))  # type: ignore[misc]
+                offsets.append(at)
+            ranges = [(at, each) for at in offsets]
+        for at, nbytes in ranges:
+            try:
+                self._backend.commit(pool.region, at, nbytes)
+            except BackendError as e:
+                raise LLMException(f"{e.text}; {self._usage()}", status_code=self._out_of_memory()) from e
+            undo.append(lambda at=at, nbytes=nbytes: self._backend.discard(pool.region, at, nbytes))  # type: ignore[misc]
+        return [(pool, at) for at in offsets]
+
+    def _no_room(self, pool: Pool, wanted: int, why: str) -> LLMException:
+        return LLMException(
+            f"no memory for {wanted} bytes on device {pool.region.device}: {pool.space.used} bytes are used, {why}; "
+            f"{self._usage()}",
+            status_code=self._out_of_memory(),
+        )
+
+    def _publish(
+        self,
+        geometry: Geometry,
+        places: list[tuple[Pool, int]],
+        slot_of: dict[Key, int],
+        numbers: list[int],
+        undo: list[object],
+    ) -> Cache:
+        devices = len(places) // geometry.num_tensors
+        bindings: dict[int, tuple[Key, int, int, int]] = {}
+        for (key, slot), number in zip(slot_of.items(), numbers[1:], strict=True):
+            tags = 0
+            if key.kind == REQUEST:
+                tags = self._board.take_tags(geometry.num_tensors)
+                undo.append(lambda tags=tags: self._board.give_tags(tags, geometry.num_tensors))  # type: ignore[misc]
+            bindings[slot] = (key, number, next(self._generations), tags)
+        table = [(0, 0)] * (max(bindings) + 1 if bindings else 0)
+        for slot, (_, number, generation, _) in bindings.items():
+            table[slot] = (number + 1, generation)
+        flags = F_ACCESSIBLE | (F_BLOCKS if geometry.blocks else 0)
+        flags |= F_HOST if geometry.kind is MemoryKind.HOST else 0
+        record = Record(
+            next(self._generations),
+            self._next_id,
+            flags,
+            devices,
+            geometry.num_tensors,
+            geometry.slots,
+            geometry.tensor_bytes,
+            tuple((pool.region.id, at) for pool, at in places),
+            tuple(table),
+        )
+        record_at = self._directory.write_record(record)
+        self._next_id += 1
+        n = geometry.num_tensors
+        flat = [pool.region.address + at for pool, at in places]
+        cache = Cache(
+            record.cache_id,
+            geometry,
+            places,
+            tuple(tuple(flat[d * n : (d + 1) * n]) for d in range(devices)),
+            record,
+            record_at,
+            numbers[0],
+            next(self._generations),
+        )
+        now = time.monotonic()
+        self._directory.publish(
+            numbers[0],
+            Key(CACHE, cache.id, 0),
+            Entry(numbers[0], cache.entry_generation, record_at, 0, 0, record.generation),
+        )
+        for slot, (key, number, generation, tags) in bindings.items():
+            self._directory.publish(number, key, Entry(number, generation, record_at, slot, tags, record.generation))
+            binding = Binding(key, cache, slot, number, generation, tags, now)
+            cache.bindings[slot] = self._keys[key] = binding
+            if tags:
+                binding.position = len(self._spendable)
+                self._spendable.append(binding)
+                self._spendable_words.extend((number, generation))
+        return cache
+
+    # ------------------------------------------------------------------ release
+
+    def deallocate(self, cache_id: int) -> None:
+        """Drop the handle's reference. Unknown ids and a second call are harmless."""
+        with self._lock:
+            self._collect()
+            self._drop(cache_id)
+
+    def _drop(self, cache_id: int) -> None:
+        cache = self._caches.get(cache_id)
+        if cache is None or not cache.held:
+            return
+        cache.held = False
+        if cache.geometry.blocks:
+            for binding in list(cache.bindings.values()):
+                self._unbind(binding)
+        if cache.bindings:
+            # It lives by its keys alone now, which readers by id must know.
+            cache.entry_generation = next(self._generations)
+            entry = Entry(cache.entry, cache.entry_generation, cache.record_at, 0, 1, cache.record.generation)
+            self._directory.replace(cache.entry, Key(CACHE, cache.id, 0), entry)
+        self._release_if_unused(cache)
+
+    def remove_key(self, key: Key) -> None:
+        """Remove a binding at once; an unknown key is harmless."""
+        with self._lock:
+            self._collect()
+            binding = self._keys.get(key)
+            if binding is not None:
+                self._unbind(binding)
+                self._release_if_unused(binding.cache)
+
+    def _unbind(self, binding: Binding) -> None:
+        self._directory.withdraw(binding.entry, binding.key, binding.generation)
+        if binding.tags:
+            self._board.give_tags(binding.tags, binding.cache.geometry.num_tensors)
+            self._forget_spendable(binding)
+        del self._keys[binding.key]
+        del binding.cache.bindings[binding.slot]
+
+    def _forget_spendable(self, binding: Binding) -> None:
+        last, last_words = self._spendable.pop(), self._spendable_words[-2:]
+        del self._spendable_words[-2:]
+        if last is not binding:
+            last.position = binding.position
+            self._spendable[last.position] = last
+            self._spendable_words[2 * last.position : 2 * last.position + 2] = last_words
+
+    def _release_if_unused(self, cache: Cache) -> None:
+        if cache.held or cache.bindings:
+            return
+        if not cache.withdrawn:
+            cache.withdrawn = True
+            self._directory.retire_record(cache.record_at, cache.record.generation)
+            self._directory.withdraw(cache.entry, Key(CACHE, cache.id, 0), cache.entry_generation)
+            self._directory.free_record(cache.record_at, cache.record)
+        if cache.users or cache.views:
+            return
+        del self._caches[cache.id]
+        for pool, at, nbytes in merged(cache.places, cache.geometry.tensor_bytes):
+            pool.space.give(at, nbytes)
+            self._backend.discard(pool.region, at, nbytes)
+
+    def _collect(self) -> None:
+        """Take in what has happened since the last call: keys that peers have spent, handles and views that died."""
+        if self._spendable:
+            for binding in [self._spendable[i] for i in self._board.spent(self._spendable_words)]:
+                self._unbind(binding)
+                self._release_if_unused(binding.cache)
+        while self.dropped:
+            self._drop(self.dropped.popleft())
+        while self._ended_views:
+            cache = self._ended_views.popleft()
+            cache.views -= 1
+            if cache.withdrawn:
+                self._release_if_unused(cache)
+
+    # ------------------------------------------------------------------ use
+
+    @contextmanager
+    def use(self, cache_id: int) -> Iterator[Cache]:
+        """Give a cache whose memory stays put during the block."""
+        cache = self.begin(cache_id)
+        try:
+            yield cache
+        finally:
+            self.end(cache)
+
+    def begin(self, cache_id: int) -> Cache:
+        """Start to use a cache's memory; `end` must follow."""
+        with self._lock:
+            cache = self._caches.get(cache_id)
+            if cache is None or not cache.held:
+                raise LLMException(
+                    f"cache {cache_id} does not exist in this engine, or was deallocated",
+                    status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+                )
+            cache.users += 1
+            return cache
+
+    def end(self, cache: Cache) -> None:
+        """Stop to use a cache's memory."""
+        with self._lock:
+            cache.users -= 1
+            if not cache.users and cache.withdrawn:
+                self._release_if_unused(cache)
+
+    def view(self, cache_id: int) -> tuple[Cache, View]:
+        """Give a cache, and an object that keeps its memory while it lives."""
+        with self._lock:
+            self._collect()
+            cache = self._caches.get(cache_id)
+            if cache is None or not cache.held:
+                raise LLMException(
+                    f"cache {cache_id} does not exist in this engine, or was deallocated",
+                    status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+                )
+            regions = {id(pool): pool.region for pool, _ in cache.places}
+            view = View(cache, [self._backend.hold(r) for r in regions.values()], self._ended_views)
+            cache.views += 1
+            return cache, view
+
+    def used(self) -> list[int]:
+        """Bytes in use in each pool."""
+        with self._lock:
+            self._collect()
+            return [pool.space.used for pool in self._pools]
+
+    def close(self) -> str | None:
+        """Withdraw everything; give one sentence on keys that nobody pulled, or None."""
+        with self._lock:
+            self._collect()
+            left = self._unpulled()
+            for cache in list(self._caches.values()):
+                for binding in list(cache.bindings.values()):
+                    self._unbind(binding)
+                cache.held = False
+                self._release_if_unused(cache)
+            return left
+
+    def _unpulled(self) -> str | None:
+        waiting = [b for b in self._keys.values() if not b.cache.held and b.key.kind != BLOCKS]
+        if not waiting:
+            return None
+        oldest = time.monotonic() - min(b.since for b in waiting)
+        names = ", ".join(self.describe(b.key) for b in waiting[:20])
+        return (
+            f"{len(waiting)} keys of deallocated caches have been neither pulled nor removed "
+            f"(the oldest for {oldest:.1f} s): {names}{', ...' if len(waiting) > 20 else ''}"
+        )
+
+    def _usage(self) -> str:
+        return self._unpulled() or f"{len(self._caches)} caches are allocated"
+
+    @staticmethod
+    def describe(key: Key) -> str:
+        """Name a key in a message."""
+        if key.kind == BLOCKS:
+            return f"BlocksCacheKey(model_id={key.model})"
+        what = "req_id" if key.kind == REQUEST else "prefix_id"
+        return f"CacheKey({what}={key.ident}, model_id={key.model})"

@@ -1,0 +1,363 @@
+"""Control connections: sockets, frames on them, and the one service thread of an engine.
+
+On one host control runs over Unix sockets in the abstract namespace, named by user, namespace, address and port. So
+programs may use addresses that the machine does not own, no network port is opened, the kernel says who the peer is,
+and descriptors of memory can be passed along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import select
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from llm_datadist._addresses import Address
+from llm_datadist._engine import wire
+from llm_datadist._engine.wire import Frame, Malformed
+
+__all__ = ["Channel", "Gone", "NotThere", "Service", "TimedOut", "connect", "listen"]
+
+MAX_NAME = 107
+MAX_FDS = 64
+SO_PEERPIDFD = 77  # Linux 6.5; not yet in the socket module
+PEER_CREDENTIALS = struct.Struct("3i")
+
+
+class Gone(Exception):
+    """The peer closed the connection, or its process ended."""
+
+
+class NotThere(Exception):
+    """Nobody listens at the address, or a stranger does."""
+
+
+class TimedOut(Exception):
+    """The time limit passed first."""
+
+
+def socket_name(namespace: str, address: Address) -> bytes:
+    """Name the abstract socket of an address."""
+    name = f"llm_datadist/{os.getuid()}/{namespace}/{address}".encode()
+    if len(name) > MAX_NAME:
+        name = b"llm_datadist/" + hashlib.sha256(name).hexdigest().encode()
+    return b"\0" + name
+
+
+def listen(namespace: str, address: Address) -> socket.socket:
+    """Listen at an address of this host's (or container's) abstract namespace."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(socket_name(namespace, address))
+        sock.listen(1024)
+        sock.setblocking(False)
+    except OSError as e:
+        sock.close()
+        holder = "another engine or process of this user holds it" if e.errno == errno.EADDRINUSE else e.strerror
+        raise OSError(e.errno, f"cannot listen at {address}: {holder}") from e
+    return sock
+
+
+def connect(namespace: str, address: Address, deadline_ns: int) -> Channel:
+    """Connect to whoever listens at the address, or at its port with the wildcard address."""
+    names = [address, *address.wildcards()]
+    for name in names:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            while True:
+                try:
+                    sock.connect(socket_name(namespace, name))
+                    return Channel(sock)
+                except BlockingIOError:
+                    # The listener's queue is full; nothing tells when there is room again.
+                    if time.monotonic_ns() > deadline_ns:
+                        raise TimedOut(f"{address} did not take the connection in time") from None
+                    time.sleep(0.002)
+        except ConnectionRefusedError:
+            sock.close()
+        except BaseException:
+            sock.close()
+            raise
+    raise NotThere(
+        f"nobody listens at {address} in namespace {namespace!r} on this host "
+        "(simulator addresses reach one user in one network namespace)"
+    )
+
+
+def remaining(deadline_ns: int) -> float:
+    """Seconds until a deadline, at least 0."""
+    return max(deadline_ns - time.monotonic_ns(), 0) / 1e9
+
+
+class Channel:
+    """One control connection. Frames may be sent from any thread; one thread at a time receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.socket = sock
+        self.pid, uid, _ = PEER_CREDENTIALS.unpack(
+            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
+        )
+        self.pidfd = -1
+        if uid != os.getuid():
+            sock.close()
+            raise NotThere(f"the peer runs as user {uid}, this process as user {os.getuid()}")
+        self.pidfd = self._open_pidfd()
+        self._send_lock = threading.Lock()
+        self._received = bytearray()
+        self._fds: list[int] = []
+
+    def _open_pidfd(self) -> int:
+        with contextlib.suppress(OSError):
+            raw = self.socket.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4)
+            fd: int = struct.unpack("i", raw)[0]
+            os.set_inheritable(fd, False)
+            return fd
+        if self.pid > 0:
+            with contextlib.suppress(OSError):
+                return os.pidfd_open(self.pid)
+        # A peer of another process-id namespace: its socket alone tells its death.
+        return -1
+
+    def send(self, frame: Frame, deadline_ns: int, fds: Sequence[int] = ()) -> None:
+        """Send a frame and descriptors with it; raise `Gone` or `TimedOut`."""
+        data = memoryview(wire.encode(frame))
+        if not self._send_lock.acquire(timeout=remaining(deadline_ns)):
+            raise TimedOut("another frame is still being sent")
+        try:
+            while data:
+                try:
+                    sent = socket.send_fds(self.socket, [data], fds, socket.MSG_NOSIGNAL)
+                except BlockingIOError:
+                    self._wait(select.POLLOUT, deadline_ns)
+                except OSError as e:
+                    raise Gone(f"the connection ended: {e.strerror}") from e
+                else:
+                    data, fds = data[sent:], ()
+        finally:
+            self._send_lock.release()
+
+    def receive(self, deadline_ns: int) -> tuple[Frame, tuple[int, ...]]:
+        """Wait for one frame; give it with the descriptors that came along, now the caller's."""
+        while True:
+            frame = self._next()
+            if frame is not None:
+                fds, self._fds = tuple(self._fds), []
+                return frame, fds
+            self._wait(select.POLLIN, deadline_ns)
+            self._fill()
+
+    def read(self) -> list[Frame]:
+        """Give the frames that have arrived, without waiting; raise `Gone` at the end of the stream."""
+        self._fill()
+        self._drop_fds()
+        frames = []
+        while (frame := self._next()) is not None:
+            frames.append(frame)
+        return frames
+
+    def _fill(self) -> None:
+        try:
+            data, fds, flags, _ = socket.recv_fds(self.socket, 65536, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return
+        except OSError as e:
+            raise Gone(f"the connection ended: {e.strerror}") from e
+        self._fds.extend(fds)
+        if flags & socket.MSG_CTRUNC or len(self._fds) > MAX_FDS:
+            self._drop_fds()
+            raise Malformed("more descriptors came than a frame may carry")
+        if not data:
+            raise Gone("the peer closed the connection")
+        self._received += data
+
+    def _next(self) -> Frame | None:
+        if len(self._received) < wire.HEADER.size:
+            return None
+        header = bytes(self._received[: wire.HEADER.size])
+        end = wire.HEADER.size + wire.payload_size(header)
+        if len(self._received) < end:
+            return None
+        frame = wire.decode(header, bytes(self._received[wire.HEADER.size : end]))
+        del self._received[:end]
+        return frame
+
+    def _wait(self, what: int, deadline_ns: int) -> None:
+        poll = select.poll()
+        poll.register(self.socket, what)
+        if self.pidfd >= 0:
+            poll.register(self.pidfd, select.POLLIN)
+        ready = dict(poll.poll(remaining(deadline_ns) * 1000))
+        if not ready:
+            raise TimedOut("the peer did not answer in time")
+        if self.pidfd in ready and self.socket.fileno() not in ready:
+            # A forked child can hold a dead peer's end open, so the socket alone would keep us waiting.
+            raise Gone("the peer's process has ended")
+
+    def _drop_fds(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def hang_up(self) -> None:
+        """End the connection for both sides; descriptors stay valid until `close`."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close socket and descriptors. Idempotent."""
+        self._drop_fds()
+        self.socket.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child, without a word to the peer."""
+        self.close()
+
+
+class Service:
+    """The service thread: it accepts, reads frames, and answers; it takes no transfer lock and never waits long."""
+
+    def __init__(self, name: str) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._selector.register(self._wake_out, selectors.EVENT_READ, self._woken)
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, job: Callable[[], None]) -> None:
+        """Run a short job in the service thread, soon; at once if the thread has ended."""
+        if not self._thread.is_alive():
+            job()
+            return
+        self._jobs.append(job)
+        self._wake()
+        if not self._thread.is_alive():
+            self._run_jobs()
+
+    def listen(self, sock: socket.socket, accepted: Callable[[socket.socket], None]) -> None:
+        """Accept connections from now on."""
+        self.call(lambda: self._register(sock, lambda: self._accept(sock, accepted)))
+
+    def pause(self, sock: socket.socket) -> None:
+        """Stop to accept; what comes waits in the kernel's queue. Only from the service thread."""
+        self._forget(sock)
+
+    def watch(self, channel: Channel, frame: Callable[[Frame], None], gone: Callable[[str], None]) -> None:
+        """Hand each frame of a channel over, and its end."""
+        self.call(lambda: self._register(channel.socket, lambda: self._read(channel, frame, gone)))
+        if channel.pidfd >= 0:
+            self.call(lambda: self._register(channel.pidfd, lambda: self._died(channel, gone)))
+
+    def dispose(self, channel: Channel) -> None:
+        """Forget a channel and close it, in this order and in the service thread.
+
+        A descriptor number may be used again as soon as it is closed, so nobody may close it under the selector.
+        """
+
+        def job() -> None:
+            self._forget(channel.socket)
+            self._forget(channel.pidfd)
+            channel.close()
+
+        self.call(job)
+
+    def release(self, sock: socket.socket) -> None:
+        """Forget a listener and close it."""
+
+        def job() -> None:
+            self._forget(sock)
+            sock.close()
+
+        self.call(job)
+
+    def stop(self, deadline_ns: int) -> bool:
+        """End the thread; say whether it ended in time."""
+        self._stopping = True
+        self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(remaining(deadline_ns))
+        if self._thread.is_alive():
+            return False
+        self._run_jobs()
+        self._close()
+        return True
+
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child, where the thread does not exist."""
+        self._close()
+
+    def _close(self) -> None:
+        # DefaultSelector.close() closes its own descriptor only, so a parent's registrations survive a child's call.
+        self._selector.close()
+        self._wake_in.close()
+        self._wake_out.close()
+
+    def _wake(self) -> None:
+        # A full pipe means that a wake-up is already under way; a closed one, that the thread has ended.
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._wake_in.send(b"\0")
+
+    def _woken(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake_out.recv(4096)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            for key, _ in self._selector.select():
+                if key.fd in self._selector.get_map():
+                    key.data()
+            self._run_jobs()
+
+    def _run_jobs(self) -> None:
+        while self._jobs:
+            self._jobs.popleft()()
+
+    def _register(self, what: socket.socket | int, ready: Callable[[], None]) -> None:
+        fd = what if isinstance(what, int) else what.fileno()
+        if fd >= 0 and not self._stopping:
+            self._selector.register(what, selectors.EVENT_READ, ready)
+
+    def _forget(self, what: socket.socket | int) -> None:
+        fd = what if isinstance(what, int) else what.fileno()
+        if fd >= 0 and not self._stopping and fd in self._selector.get_map():
+            self._selector.unregister(fd)
+
+    def _accept(self, listener: socket.socket, accepted: Callable[[socket.socket], None]) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            # Taken back by the client, or no descriptor is free: the client sees its own time limit.
+            return
+        accepted(sock)
+
+    def _read(self, channel: Channel, frame: Callable[[Frame], None], gone: Callable[[str], None]) -> None:
+        try:
+            for received in channel.read():
+                frame(received)
+        except Gone as e:
+            self._lost(channel, gone, str(e))
+        except Malformed as e:
+            self._lost(channel, gone, f"the peer broke the protocol: {e}")
+
+    def _died(self, channel: Channel, gone: Callable[[str], None]) -> None:
+        self._lost(channel, gone, "the peer's process has ended")
+
+    def _lost(self, channel: Channel, gone: Callable[[str], None], why: str) -> None:
+        self._forget(channel.socket)
+        self._forget(channel.pidfd)
+        gone(why)

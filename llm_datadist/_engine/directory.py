@@ -1,0 +1,335 @@
+"""The directory: what an engine publishes about its caches, and how a peer reads it.
+
+The owner alone writes; peers read the same bytes at any moment and trust none of them. All positions follow from
+the size of the window, so a reader takes no offset from the peer except those of entries, which it bounds.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from llm_datadist._engine.space import Space
+from llm_datadist._kernels import words
+from llm_datadist.backend import Window
+
+__all__ = [
+    "BLOCKS",
+    "CACHE",
+    "MAX_LINKS",
+    "PREFIX",
+    "REQUEST",
+    "Directory",
+    "Entry",
+    "Key",
+    "Layout",
+    "PeerDirectory",
+    "Record",
+    "Unreadable",
+]
+
+MAGIC = 0x4C4C4D4444495231  # "LLMDDIR1"
+VERSION = 1
+LIVE, CLOSING = 1, 2
+
+#: Kinds of entries: a cache by its id, or one of the three key spaces.
+CACHE, REQUEST, PREFIX, BLOCKS = 1, 2, 3, 4
+
+MAX_LINKS = 1024
+PAGE = 4096
+ENTRY_BYTES = 64
+SMALLEST_INDEX = 512
+
+# header words
+W_MAGIC, W_VERSION, W_INCARNATION, W_STATE, W_TABLE, W_EPOCH, W_CAPACITY = (8 * i for i in range(7))
+LINKS_AT = PAGE
+
+F_BLOCKS, F_HOST, F_REGISTERED, F_ACCESSIBLE = 1, 2, 4, 8
+
+
+class Key(NamedTuple):
+    """What an entry stands for: a kind, and the two numbers that name it."""
+
+    kind: int
+    ident: int
+    model: int
+
+
+class Entry(NamedTuple):
+    """One key (or cache id) as published.
+
+    ``tags`` is where the board has the tags of a request key. Of a cache id it is 1 when the owner has let go of the
+    handle, so that the cache lives by its keys alone.
+    """
+
+    number: int
+    generation: int
+    record: int
+    slot: int
+    tags: int
+    memory_generation: int
+
+
+class Unreadable(Exception):
+    """The peer's directory could not be read within the time limit, or says impossible things."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One cache as published: geometry, where its tensors lie, and which entries name its slots."""
+
+    generation: int
+    cache_id: int
+    flags: int
+    devices: int
+    num_tensors: int
+    slots: int
+    tensor_bytes: int
+    #: (region, offset) of each tensor, device after device.
+    tensors: tuple[tuple[int, int], ...]
+    #: (entry number + 1, binding generation) of each slot that was given a key; (0, 0) for a slot without.
+    keys: tuple[tuple[int, int], ...]
+
+    @property
+    def stride(self) -> int:
+        """Bytes of one batch slot or block."""
+        return self.tensor_bytes // self.slots
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where things lie in a directory window of a given size."""
+
+    index: int
+    largest_index: int
+    entries: int
+    entry_count: int
+    arena: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, nbytes: int) -> Layout:
+        """Work the layout out."""
+        entry_count = 1 << max(nbytes // 1024, 64).bit_length() - 1
+        largest_index = entry_count * 4
+        index = LINKS_AT + MAX_LINKS * 8
+        entries = index + largest_index * 8
+        arena = entries + entry_count * ENTRY_BYTES
+        if arena + PAGE > nbytes:
+            raise ValueError(f"a directory of {nbytes} bytes is too small")
+        return cls(index, largest_index, entries, entry_count, arena, nbytes)
+
+
+class Directory:
+    """The owner's side. Not thread-safe, except `open_link` and `close_link`, which write one word each."""
+
+    def __init__(self, window: Window, incarnation: int) -> None:
+        self._base = window.address
+        self.layout = Layout.of(window.nbytes)
+        self._arena = Space(window.nbytes - self.layout.arena, 8)
+        self._free = deque(range(min(SMALLEST_INDEX, self.layout.entry_count)))
+        self._used_up_to = len(self._free)
+        self._capacity = SMALLEST_INDEX
+        self._filled = 0  # words of the index that are not empty
+        self._live = 0
+        words.store(self._base + W_CAPACITY, self._capacity)
+        words.store(self._base + W_INCARNATION, incarnation)
+        words.store(self._base + W_VERSION, VERSION)
+        words.store(self._base + W_STATE, LIVE)
+        words.store(self._base + W_MAGIC, MAGIC)
+
+    def take_entries(self, count: int) -> list[int]:
+        """Reserve entry numbers, those longest free first, so that late writes of peers meet no new owner soon."""
+        while len(self._free) < count and self._used_up_to < self.layout.entry_count:
+            self._free.append(self._used_up_to)
+            self._used_up_to += 1
+        if len(self._free) < count:
+            raise MemoryError(f"the directory holds {self.layout.entry_count} caches and keys, and all are in use")
+        return [self._free.popleft() for _ in range(count)]
+
+    def return_entries(self, numbers: Sequence[int]) -> None:
+        """Give back entries that were reserved, or withdrawn."""
+        self._free.extend(numbers)
+
+    def write_record(self, record: Record) -> int:
+        """Publish a cache; return the record's offset. It is found only once an entry names it."""
+        body = array(
+            "Q",
+            (
+                record.cache_id,
+                record.flags,
+                record.devices,
+                record.num_tensors,
+                record.slots,
+                record.tensor_bytes,
+                len(record.keys),
+                *(number for pair in record.tensors for number in pair),
+                *(number for pair in record.keys for number in pair),
+            ),
+        )
+        offset = self._arena.take((len(body) + 4) * 8)
+        if offset is None:
+            raise MemoryError("the directory has no room for another cache")
+        words.write_record(self._base + self.layout.arena + offset, record.generation, body)
+        self._touch()
+        return self.layout.arena + offset
+
+    def retire_record(self, offset: int, generation: int) -> None:
+        """Withdraw a record: from here on no reader that finds bytes of a later owner calls them good."""
+        words.retire(self._base + offset, generation)
+        self._touch()
+
+    def free_record(self, offset: int, record: Record) -> None:
+        """Let a retired record's room be used again."""
+        nbytes = (7 + 2 * len(record.tensors) + 2 * len(record.keys) + 4) * 8
+        self._arena.give(offset - self.layout.arena, nbytes)
+
+    def publish(self, number: int, key: Key, entry: Entry) -> None:
+        """Publish an entry and make it findable."""
+        self.replace(number, key, entry)
+        if (self._filled + 1) * 2 > self._capacity:
+            self._rebuild()
+        if words.index_insert(self._base + self.layout.index, self._capacity, *key, number):
+            self._filled += 1
+        self._live += 1
+
+    def replace(self, number: int, key: Key, entry: Entry) -> None:
+        """Write a published entry anew, under another generation."""
+        words.write_entry(
+            self._base + self.layout.entries + number * ENTRY_BYTES,
+            entry.generation,
+            *key,
+            *entry[2:],
+        )
+
+    def withdraw(self, number: int, key: Key, generation: int) -> None:
+        """Make an entry absent, and its number free for later."""
+        words.retire(self._base + self.layout.entries + number * ENTRY_BYTES, generation)
+        words.index_remove(self._base + self.layout.index, self._capacity, *key, number)
+        self._live -= 1
+        self._free.append(number)
+
+    def open_link(self, slot: int, epoch: int) -> None:
+        """Let a peer's transfers pass that expect this epoch in its link word."""
+        words.store(self._base + LINKS_AT + slot * 8, epoch)
+
+    def close_link(self, slot: int) -> None:
+        """Stop a peer's transfers: those that run fail at their second look."""
+        words.store(self._base + LINKS_AT + slot * 8, 0)
+
+    def close(self) -> None:
+        """Say that nothing here may be used any more."""
+        words.store(self._base + W_STATE, CLOSING)
+        for slot in range(MAX_LINKS):
+            if words.load(self._base + LINKS_AT + slot * 8):
+                self.close_link(slot)
+
+    def _touch(self) -> None:
+        words.store(self._base + W_TABLE, words.load(self._base + W_TABLE) + 1)
+
+    def _rebuild(self) -> None:
+        capacity = SMALLEST_INDEX
+        while capacity < self._live * 4 + 4:
+            capacity *= 2
+        words.index_rebuild(
+            self._base + W_EPOCH,
+            self._base + W_CAPACITY,
+            self._base + self.layout.index,
+            self._capacity,
+            capacity,
+            self._base + self.layout.entries,
+        )
+        self._capacity, self._filled = capacity, self._live
+
+
+class PeerDirectory:
+    """A peer's directory, mapped here. Nothing in it is trusted: offsets are bounded, numbers are checked."""
+
+    def __init__(self, window: Window, incarnation: int) -> None:
+        self._base = window.address
+        self.layout = Layout.of(window.nbytes)
+        found = words.load(self._base + W_MAGIC), words.load(self._base + W_VERSION)
+        if found != (MAGIC, VERSION):
+            raise Unreadable(f"the peer's directory has magic and version {found}, expected {(MAGIC, VERSION)}")
+        if words.load(self._base + W_INCARNATION) != incarnation:
+            raise Unreadable("the peer's directory belongs to another incarnation than its greeting said")
+
+    def link_word(self, slot: int) -> int:
+        """Give the address of the link word of a slot."""
+        return self._base + LINKS_AT + slot * 8
+
+    def entry_word(self, entry: Entry) -> int:
+        """Give the address of an entry's generation."""
+        return self._base + self.layout.entries + entry.number * ENTRY_BYTES
+
+    def record_word(self, entry: Entry) -> int:
+        """Give the address of a record's generation."""
+        return self._base + entry.record
+
+    def find(self, key: Key, deadline_ns: int) -> Entry | None:
+        """Look a key up; None says for certain that it was not there at one moment of the call."""
+        while True:
+            found = words.find(
+                self._base + W_EPOCH,
+                self._base + W_CAPACITY,
+                self._base + self.layout.index,
+                self.layout.largest_index,
+                self._base + self.layout.entries,
+                self.layout.entry_count,
+                *key,
+            )
+            if found is None:
+                return None
+            if found:
+                return self._bounded(Entry(*found))
+            if time.monotonic_ns() > deadline_ns:
+                raise Unreadable("the peer's index stayed unreadable until the time limit")
+            time.sleep(0.0001)
+
+    def entry_of_slot(self, record: Record, slot: int) -> tuple[int, Entry] | None:
+        """Give kind and entry of the key that is still bound to a slot, or None."""
+        number, generation = record.keys[slot] if slot < len(record.keys) else (0, 0)
+        if not 0 < number <= self.layout.entry_count:
+            return None
+        found = words.read_entry(self._base + self.layout.entries + (number - 1) * ENTRY_BYTES)
+        if found is None or found[0] != generation:
+            return None
+        return found[1], self._bounded(Entry(number - 1, generation, *found[4:]))
+
+    def _bounded(self, entry: Entry) -> Entry:
+        if entry.record % 8 or not self.layout.arena <= entry.record < self.layout.nbytes:
+            raise Unreadable(f"an entry points to byte {entry.record} of the peer's directory")
+        return entry
+
+    def record(self, entry: Entry) -> Record | None:
+        """Read the record that an entry names; None if it has gone since."""
+        found = words.read_record(self._base + entry.record, self.layout.nbytes - entry.record)
+        if found is None or found[0] != entry.memory_generation:
+            return None
+        generation, body = found
+        numbers = struct.unpack(f"={len(body) // 8}Q", body)
+        if len(numbers) < 7:
+            raise Unreadable("a record of the peer's directory is too short")
+        cache_id, flags, devices, num_tensors, slots, tensor_bytes, key_count = numbers[:7]
+        if 7 + 2 * devices * num_tensors + 2 * key_count != len(numbers):
+            raise Unreadable("a record of the peer's directory has a wrong length")
+        if not slots or not tensor_bytes or tensor_bytes % slots or key_count > slots:
+            raise Unreadable("a record of the peer's directory describes no cache")
+        rest = numbers[7:]
+        pairs = tuple(zip(rest[::2], rest[1::2], strict=True))
+        return Record(
+            generation,
+            cache_id,
+            flags,
+            devices,
+            num_tensors,
+            slots,
+            tensor_bytes,
+            pairs[: devices * num_tensors],
+            pairs[devices * num_tensors :],
+        )

@@ -1,0 +1,301 @@
+/* Copies the bytes of a plan: a plain kernel for every machine, kernels with non-temporal stores for
+ * x86-64, and threads that share the work. Nothing here allocates or needs the GIL. */
+#ifndef LLM_DATADIST_COPY_H
+#define LLM_DATADIST_COPY_H
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+
+#include "plan.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+enum {
+    DD_LINE = 64,            /* bytes of a cache line */
+    DD_PAGE = 4096,          /* the hardware prefetcher stops at page ends, so no stream is longer */
+    DD_GROUP = 4,            /* streams that are copied side by side */
+    DD_MOST_THREADS = 64,
+};
+
+/* Bytes that a thread takes at a time: far more than the cost of taking them, far less than a slice. */
+static const uint64_t DD_PIECE = 1 << 20;
+/* Below this many bytes a thread the start of another thread costs more than it saves. */
+static const uint64_t DD_THREAD_BYTES = 2 << 20;
+
+/* ---- kernels */
+
+/* Whole cache lines of one run; `to` is aligned to a line. */
+struct dd_stream {
+    char *to;
+    const char *from;
+    size_t bytes;
+};
+
+/* Moves the streams of `now` side by side, and asks for those of `next`. */
+typedef void dd_move(const struct dd_stream now[DD_GROUP], const struct dd_stream next[DD_GROUP]);
+
+struct dd_kernel {
+    const char *name;
+    dd_move *move; /* NULL: memcpy run by run */
+};
+
+#if defined(__x86_64__)
+
+static inline size_t dd_shortest(const struct dd_stream streams[DD_GROUP])
+{
+    size_t bytes = streams[0].bytes;
+    for (int i = 1; i < DD_GROUP; i++)
+        if (streams[i].bytes < bytes)
+            bytes = streams[i].bytes;
+    return bytes;
+}
+
+/* The two kernels differ only in how they move one line. Two lines of each stream in turn: four
+ * streams keep more cache misses going at once than one does. */
+#define DD_DEFINE_MOVE(NAME, ISA, MOVE_LINE)                                                            \
+    __attribute__((target(ISA))) static void NAME(const struct dd_stream now[DD_GROUP],                 \
+                                                  const struct dd_stream next[DD_GROUP])                \
+    {                                                                                                   \
+        size_t common = dd_shortest(now) & ~(size_t)(2 * DD_LINE - 1);                                  \
+        for (size_t at = 0; at < common; at += 2 * DD_LINE)                                             \
+            for (int i = 0; i < DD_GROUP; i++) {                                                        \
+                _mm_prefetch(next[i].from + at, _MM_HINT_T1);                                           \
+                _mm_prefetch(next[i].from + at + DD_LINE, _MM_HINT_T1);                                 \
+                MOVE_LINE(now[i].to + at, now[i].from + at);                                            \
+                MOVE_LINE(now[i].to + at + DD_LINE, now[i].from + at + DD_LINE);                        \
+            }                                                                                           \
+        for (int i = 0; i < DD_GROUP; i++)                                                              \
+            for (size_t at = common; at < now[i].bytes; at += DD_LINE)                                  \
+                MOVE_LINE(now[i].to + at, now[i].from + at);                                            \
+    }
+
+#define DD_LINE_AVX512(TO, FROM) _mm512_stream_si512((__m512i *)(TO), _mm512_loadu_si512(FROM))
+#define DD_LINE_AVX2(TO, FROM)                                                                          \
+    do {                                                                                                \
+        __m256i low = _mm256_loadu_si256((const __m256i *)(FROM));                                      \
+        __m256i high = _mm256_loadu_si256((const __m256i *)(FROM) + 1);                                 \
+        _mm256_stream_si256((__m256i *)(TO), low);                                                      \
+        _mm256_stream_si256((__m256i *)(TO) + 1, high);                                                 \
+    } while (0)
+
+DD_DEFINE_MOVE(dd_move_avx512, "avx512f", DD_LINE_AVX512)
+DD_DEFINE_MOVE(dd_move_avx2, "avx2", DD_LINE_AVX2)
+
+#endif
+
+/* Best first; plain is last. */
+static const struct dd_kernel dd_kernels[] = {
+#if defined(__x86_64__)
+    {"avx512", dd_move_avx512},
+    {"avx2", dd_move_avx2},
+#endif
+    {"plain", NULL},
+};
+enum { DD_KERNELS = sizeof dd_kernels / sizeof dd_kernels[0], DD_PLAIN = DD_KERNELS - 1 };
+
+static inline bool dd_kernel_runs(int i)
+{
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (dd_kernels[i].move == dd_move_avx512)
+        return __builtin_cpu_supports("avx512f");
+    if (dd_kernels[i].move == dd_move_avx2)
+        return __builtin_cpu_supports("avx2");
+#endif
+    return i == DD_PLAIN;
+}
+
+/* ---- bytes [begin, end) of a plan */
+
+/* Streams that wait until a group and the one after it are known. */
+struct dd_queue {
+    dd_move *move;
+    int filled;
+    struct dd_stream streams[2 * DD_GROUP];
+};
+
+static inline void dd_push(struct dd_queue *queue, char *to, const char *from, size_t bytes)
+{
+    queue->streams[queue->filled++] = (struct dd_stream){to, from, bytes};
+    if (queue->filled == 2 * DD_GROUP) {
+        queue->move(queue->streams, queue->streams + DD_GROUP);
+        memcpy(queue->streams, queue->streams + DD_GROUP, DD_GROUP * sizeof *queue->streams);
+        queue->filled = DD_GROUP;
+    }
+}
+
+static inline void dd_flush(struct dd_queue *queue)
+{
+    memset(queue->streams + queue->filled, 0, (2 * DD_GROUP - queue->filled) * sizeof *queue->streams);
+    queue->move(queue->streams, queue->streams + DD_GROUP);
+    queue->move(queue->streams + DD_GROUP, queue->streams + DD_GROUP);
+}
+
+/* Cut a run into streams of about equal length, so that the streams of a group end together. What
+ * does not fill a line at either end goes by memcpy, as do runs of a few lines. */
+static inline void dd_cut(struct dd_queue *queue, char *to, const char *from, size_t bytes)
+{
+    if (bytes < 4 * DD_LINE) {
+        memcpy(to, from, bytes);
+        return;
+    }
+    size_t head = -(uintptr_t)to % DD_LINE;
+    memcpy(to, from, head);
+    to += head, from += head, bytes -= head;
+    size_t tail = bytes % DD_LINE;
+    bytes -= tail;
+    memcpy(to + bytes, from + bytes, tail);
+    size_t streams = (bytes + DD_PAGE - 1) / DD_PAGE;
+    size_t each = (bytes / streams + DD_LINE - 1) / DD_LINE * DD_LINE;
+    for (; bytes > each; to += each, from += each, bytes -= each)
+        dd_push(queue, to, from, each);
+    dd_push(queue, to, from, bytes);
+}
+
+/* The run that holds a byte of a tensor pair. */
+static inline const struct dd_run *dd_find(const struct dd_plan *plan, uint64_t offset)
+{
+    size_t low = 0, high = plan->run_count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if ((uint64_t)plan->runs[middle].end > offset)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return plan->runs + low;
+}
+
+/* Needs begin < end <= bytes of the plan. */
+static inline void dd_copy_bytes(const struct dd_plan *plan, dd_move *move, uint64_t begin, uint64_t end)
+{
+    struct dd_queue queue = {.move = move, .filled = 0};
+    const struct dd_base *base = plan->bases + begin / plan->tensor_bytes;
+    uint64_t offset = begin % plan->tensor_bytes; /* in this tensor */
+    uint64_t left = end - begin;
+    const struct dd_run *run = dd_find(plan, offset);
+    uint64_t run_begin = run == plan->runs ? 0 : (uint64_t)run[-1].end;
+    for (;;) {
+        uint64_t skipped = offset - run_begin;
+        uint64_t bytes = (uint64_t)run->end - offset;
+        if (bytes > left)
+            bytes = left;
+        char *to = (char *)(uintptr_t)(base->destination + (uint64_t)run->destination + skipped);
+        const char *from = (const char *)(uintptr_t)(base->source + (uint64_t)run->source + skipped);
+        if (move)
+            dd_cut(&queue, to, from, bytes);
+        else
+            memcpy(to, from, bytes);
+        left -= bytes;
+        if (left == 0)
+            break;
+        offset = run_begin = (uint64_t)run->end;
+        run++;
+        if (offset == plan->tensor_bytes) {
+            base++;
+            run = plan->runs;
+            offset = run_begin = 0;
+        }
+    }
+    if (move)
+        dd_flush(&queue);
+}
+
+/* ---- a whole copy, in slices */
+
+struct dd_copy {
+    struct dd_plan plan;
+    dd_move *move;
+    uint64_t end;
+    int64_t deadline; /* CLOCK_MONOTONIC, ns; 0 is none */
+    int64_t slice_end;
+    int threads;
+    _Atomic uint64_t next; /* first byte that no thread has taken */
+    atomic_bool timed_out;
+};
+
+static inline int64_t dd_now(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+static inline void dd_start(struct dd_copy *copy, const struct dd_plan *plan, const struct dd_kernel *kernel,
+                            uint64_t begin, uint64_t end, int64_t deadline, int threads)
+{
+    uint64_t useful = (end - begin) / DD_THREAD_BYTES + 1;
+    copy->plan = *plan;
+    copy->move = kernel->move;
+    copy->end = end;
+    copy->deadline = deadline;
+    copy->threads = useful < (uint64_t)threads ? (int)useful : threads;
+    atomic_init(&copy->next, begin);
+    atomic_init(&copy->timed_out, false);
+}
+
+/* Takes pieces until there are none, or time is up. A piece that was taken is always finished. */
+static inline void *dd_work(void *argument)
+{
+    struct dd_copy *copy = argument;
+    for (;;) {
+        if (atomic_load_explicit(&copy->next, memory_order_relaxed) >= copy->end)
+            break;
+        int64_t now = dd_now();
+        if (copy->deadline && now >= copy->deadline) {
+            atomic_store_explicit(&copy->timed_out, true, memory_order_relaxed);
+            break;
+        }
+        if (now >= copy->slice_end)
+            break;
+        uint64_t begin = atomic_fetch_add_explicit(&copy->next, DD_PIECE, memory_order_relaxed);
+        if (begin >= copy->end)
+            break;
+        uint64_t end = copy->end - begin < DD_PIECE ? copy->end : begin + DD_PIECE;
+        dd_copy_bytes(&copy->plan, copy->move, begin, end);
+    }
+#if defined(__x86_64__)
+    /* Non-temporal stores are not ordered with later stores, nor by the end of a thread. */
+    _mm_sfence();
+#endif
+    return NULL;
+}
+
+/* Works for at most `slice` ns (and one piece) on all threads, and joins them. True when the copy has
+ * ended: done, or timed out. Threads live for one slice, so that none writes while the caller
+ * looks at signals. */
+static inline bool dd_slice(struct dd_copy *copy, int64_t slice)
+{
+    pthread_t threads[DD_MOST_THREADS];
+    int started = 0;
+    copy->slice_end = dd_now() + slice;
+    if (copy->threads > 1) {
+        /* Signals are for the threads that Python knows; faults are for whoever made them. */
+        sigset_t blocked, former;
+        sigfillset(&blocked);
+        sigdelset(&blocked, SIGSEGV);
+        sigdelset(&blocked, SIGBUS);
+        sigdelset(&blocked, SIGFPE);
+        sigdelset(&blocked, SIGILL);
+        pthread_sigmask(SIG_SETMASK, &blocked, &former);
+        /* With no room for a thread, those that started and the caller do the work. */
+        while (started < copy->threads - 1 && pthread_create(&threads[started], NULL, dd_work, copy) == 0)
+            started++;
+        pthread_sigmask(SIG_SETMASK, &former, NULL);
+    }
+    dd_work(copy);
+    for (int i = 0; i < started; i++)
+        pthread_join(threads[i], NULL);
+    return atomic_load_explicit(&copy->next, memory_order_relaxed) >= copy->end ||
+           atomic_load_explicit(&copy->timed_out, memory_order_relaxed);
+}
+
+#endif

@@ -1,0 +1,97 @@
+"""The package's logger: made at first use, so that importing has no side effects."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+
+__all__ = ["error", "get_logger", "info", "warn"]
+
+NAME = "LLM_DATADIST"
+LEVEL_VARIABLE = "ASCEND_GLOBAL_LOG_LEVEL"
+LEVELS = {"0": logging.DEBUG, "1": logging.INFO, "2": logging.WARNING, "3": logging.ERROR}
+FORMAT = (
+    "[%(levelname)s] %(name)s(%(process)d,%(processName)s):%(asctime)s.%(msecs)03d "
+    "[%(filename)s:%(lineno)d]%(thread)d %(funcName)s: %(message)s"
+)
+
+#: Modules that only pass a message on: the interesting line is the one that called them.
+_PASSING_ON = frozenset({__name__, "llm_datadist._checks", "llm_datadist.status"})
+
+_lock = threading.Lock()
+_logger: logging.Logger | None = None
+
+
+class _StdoutHandler(logging.Handler):
+    """Writes to what ``sys.stdout`` is now, not to what it was at the first record."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stdout, flush=True)
+        except (OSError, ValueError):
+            self.handleError(record)
+
+
+def get_logger() -> logging.Logger:
+    """Give the logger ``LLM_DATADIST``.
+
+    Returns
+    -------
+    logging.Logger
+        With one handler to standard output. Its level is that of the environment variable
+        ``ASCEND_GLOBAL_LOG_LEVEL`` at the first call: 0 debug, 1 info, 2 warning, 3 or anything else error.
+
+    Notes
+    -----
+    May be called from any thread. Records do not go on to the root logger, or programs that configure it would
+    see each one twice.
+    """
+    global _logger
+    with _lock:
+        if _logger is None:
+            handler = _StdoutHandler()
+            handler.setFormatter(logging.Formatter(FORMAT, "%Y-%m-%d %H:%M:%S"))
+            logger = logging.getLogger(NAME)
+            logger.setLevel(LEVELS.get(os.environ.get(LEVEL_VARIABLE, ""), logging.ERROR))
+            logger.addHandler(handler)
+            logger.propagate = False
+            _logger = logger
+        return _logger
+
+
+def info(text: str, *args: object) -> None:
+    """Log at INFO level, as `logging.info` does, for the caller's line."""
+    _log(logging.INFO, text, args)
+
+
+def warn(text: str, *args: object) -> None:
+    """Log at WARNING level, as `logging.warning` does, for the caller's line."""
+    _log(logging.WARNING, text, args)
+
+
+def error(text: str, *args: object) -> None:
+    """Log at ERROR level, as `logging.error` does, for the caller's line."""
+    _log(logging.ERROR, text, args)
+
+
+def _log(level: int, text: str, args: tuple[object, ...]) -> None:
+    logger = _logger or get_logger()
+    if logger.isEnabledFor(level):
+        path, line, function, stack = _find_caller()
+        logger.handle(logger.makeRecord(logger.name, level, path, line, text, args, None, function, sinfo=stack))
+
+
+def _find_caller() -> tuple[str, int, str, str | None]:
+    """Find file, line and function of the nearest frame that does not merely pass a message on.
+
+    Returns
+    -------
+    tuple
+        File, line, function and None (no stack text), also when every frame of the thread is one of ours.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__") in _PASSING_ON:
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, None

@@ -1,0 +1,374 @@
+"""`LLMDataDist`: one member of a cluster of prompt and decoder processes. Checks arguments and calls the engine."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from llm_datadist._addresses import Address, canonical_host
+from llm_datadist._built import require_built
+from llm_datadist._checks import check_inner, check_isinstance, int32, refused, typed, uint64
+from llm_datadist._log import info, warn
+from llm_datadist.configs import EngineConfig, LLMClusterInfo, LLMRole, parse_options
+from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
+
+if TYPE_CHECKING:
+    from llm_datadist._engine.engine import Engine
+    from llm_datadist._engine.links import LinkRequest
+    from llm_datadist.kv_cache_manager import KvCacheManager
+
+__all__ = ["LLMDataDist"]
+
+_init_lock = threading.Lock()
+
+
+class LLMDataDist:
+    """One member of a set of processes that pass KV caches on.
+
+    Parameters
+    ----------
+    role : LLMRole
+        PROMPT computes KV and serves it, DECODER pulls it, MIX does both without the guards of a role.
+    cluster_id : int
+        Identity of this member in [0, 2**64); unique among all that link together.
+
+    Raises
+    ------
+    TypeError
+        When `role` is not an LLMRole, or `cluster_id` not an integer.
+    ValueError
+        When `cluster_id` does not fit 64 bits.
+
+    Notes
+    -----
+    Several objects may be made, one at a time may be initialised in a process. Every member but `init`,
+    `finalize` and `cluster_id` raises RuntimeError while this object is not initialised. `init` and `finalize` must not
+    run at the same time as other calls.
+    """
+
+    #: The initialised instance of this process, or None.
+    llm_engine_instance: ClassVar[LLMDataDist | None] = None
+
+    def __init__(self, role: LLMRole, cluster_id: int) -> None:
+        self._role = typed("role", role, LLMRole)
+        self._cluster_id = uint64("cluster_id", cluster_id)
+        self._is_initialized = False
+        self._engine: Engine | None = None
+        self._kv_cache_manager: KvCacheManager | None = None
+
+    @property
+    def cluster_id(self) -> int:
+        """Identity of this member."""
+        return self._cluster_id
+
+    @staticmethod
+    def _role_to_str(role: LLMRole) -> str:
+        return {LLMRole.PROMPT: "Prompt", LLMRole.DECODER: "Decoder", LLMRole.MIX: "Mix"}[role]
+
+    # ------------------------------------------------------------------ lifecycle
+
+    def init(self, options: dict[str, str]) -> None:
+        """Start the engine.
+
+        Parameters
+        ----------
+        options : dict of str to str
+            What `LLMConfig.generate_options` gives, or the same keys by hand. It is copied.
+
+        Raises
+        ------
+        TypeError
+            When `options`, or a key or value, has another type.
+        ValueError
+            When a port is not a number.
+        LLMException
+            LLM_FAILED when another instance of this process is initialised or an address can't be listened at;
+            LLM_PARAM_INVALID for a wrong option (also a ValueError); LLM_DEVICE_OUT_OF_MEMORY or
+            LLM_OUT_OF_MEMORY when memory is short. Nothing is left behind then, and `init` can be called again.
+
+        Notes
+        -----
+        A second call on an initialised object does nothing. The exit of the interpreter finalizes.
+        """
+        with _init_lock:
+            if self._is_initialized:
+                return
+            if LLMDataDist.llm_engine_instance is not None:
+                raise refused(
+                    LLMException(
+                        "another LLMDataDist is initialised in this process, and there can be one: finalize it first",
+                        status_code=LLMStatusCode.LLM_FAILED,
+                    )
+                )
+            config = parse_options(self._role, self._cluster_id, options)
+            self._start(config)
+            self._is_initialized = True
+            LLMDataDist.llm_engine_instance = self
+            atexit.register(_shutdown_handler)
+        info("initialised cluster %d as %s", self._cluster_id, self._role)
+
+    def _start(self, config: EngineConfig) -> None:
+        require_built()
+        from llm_datadist._engine import codes
+        from llm_datadist._engine.engine import Engine
+        from llm_datadist.backend import BackendError, make_backend
+        from llm_datadist.kv_cache_manager import KvCacheManager
+
+        try:
+            backend = make_backend(config.backend)
+        except BackendError as e:
+            raise refused(codes.exception_of(e, config.cache_manager)) from e
+        self._engine = Engine(config, backend)
+        if not config.cache_manager:
+            self._kv_cache_manager = KvCacheManager(self._engine, self._role)
+
+    def finalize(self) -> None:
+        """Drop all links, free all memory and stop the engine.
+
+        Notes
+        -----
+        Does nothing when not initialised. Managers and caches of this engine can't be used any more; this or
+        another object can be initialised afterwards. Peers find out at their next transfer.
+        """
+        with _init_lock:
+            if not self._is_initialized:
+                return
+            self._is_initialized = False
+            if LLMDataDist.llm_engine_instance is self:
+                LLMDataDist.llm_engine_instance = None
+                atexit.unregister(_shutdown_handler)
+            engine, self._engine, self._kv_cache_manager = self._engine, None, None
+            if engine is not None:
+                engine.close()
+        info("finalized cluster %d", self._cluster_id)
+
+    def _running(self) -> Engine:
+        if not self._is_initialized or self._engine is None:
+            raise RuntimeError("this LLMDataDist is not initialised: call init first")
+        self._engine.require_open()
+        return self._engine
+
+    # ------------------------------------------------------------------ managers
+
+    @property
+    def kv_cache_manager(self) -> KvCacheManager:
+        """The manager of caches and pulls.
+
+        Raises
+        ------
+        RuntimeError
+            When not initialised.
+        LLMException
+            LLM_PARAM_INVALID in CacheManager mode.
+        """
+        self._running()
+        if self._kv_cache_manager is None:
+            raise refused(
+                ParamInvalid(
+                    "kv_cache_manager does not exist in CacheManager mode: "
+                    'leave out llm.EnableCacheManager, or set it to "0", and init again'
+                )
+            )
+        return self._kv_cache_manager
+
+    @property
+    def cache_manager(self) -> object:
+        """The manager of CacheManager mode, which this version does not have yet.
+
+        Raises
+        ------
+        RuntimeError
+            When not initialised.
+        LLMException
+            LLM_PARAM_INVALID in KvCacheManager mode, LLM_FEATURE_NOT_ENABLED in CacheManager mode.
+        """
+        self._require_cache_manager_mode("cache_manager")
+        raise self._not_in_this_version("cache_manager")
+
+    def _require_cache_manager_mode(self, name: str) -> None:
+        if not self._running().config.cache_manager:
+            raise refused(
+                ParamInvalid(f'{name} does not exist in KvCacheManager mode: set llm.EnableCacheManager to "1"')
+            )
+
+    @staticmethod
+    def _not_in_this_version(name: str) -> LLMException:
+        return refused(
+            LLMException(
+                f"{name} is not part of this version, which has KvCacheManager mode",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
+        )
+
+    # ------------------------------------------------------------------ links
+
+    def link_clusters(
+        self, clusters: Sequence[LLMClusterInfo], timeout: int = 3000
+    ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
+        """Link to prompt clusters, at most 16 in one call.
+
+        Parameters
+        ----------
+        clusters : list or tuple of LLMClusterInfo
+            Each with ``remote_cluster_id`` and, for each device, one local and one remote address.
+        timeout : int, default 3000
+            Limit of the whole call in ms, in [1, 2**31).
+
+        Returns
+        -------
+        tuple of LLMStatusCode and list of LLMStatusCode
+            The overall result, and one for each cluster in order: LLM_SUCCESS, LLM_ALREADY_LINK, LLM_REPEAT_REQUEST,
+            LLM_LINK_FAILED (nobody there, or refused), LLM_WAIT_PROCESS_TIMEOUT, LLM_PARAM_INVALID (512 links stand).
+            Overall LLM_LINK_FAILED if one failed or ran out of time. LLM_PARAM_INVALID, LLM_CLUSTER_NUM_EXCEED_LIMIT or
+            LLM_PROCESSING_LINK with an empty list when the call as a whole is refused. The reasons are in the log.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For arguments of another type or width.
+        LLMException
+            LLM_PARAM_INVALID when `timeout` is not above 0.
+        RuntimeError
+            When not initialised.
+
+        Notes
+        -----
+        Role DECODER only. A link that broke is replaced; a standing one gives LLM_ALREADY_LINK.
+        """
+        engine = self._running()
+        timeout = _check_timeout(timeout)
+        requests = _requests(clusters)
+        self._require_kv_mode("link_clusters", engine)
+        if self._role is not LLMRole.DECODER:
+            refused(ParamInvalid(f"link_clusters is for role DECODER, this cluster's role is {self._role}"))
+            return LLMStatusCode.LLM_PARAM_INVALID, []
+        info("link_clusters %s, timeout %d ms", [request.cluster_id for request in requests], timeout)
+        return engine.link_clusters(requests, timeout)
+
+    def unlink_clusters(
+        self, clusters: Sequence[LLMClusterInfo], timeout: int = 3000, force: bool = False
+    ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
+        """Unlink clusters, at most 16 in one call.
+
+        Parameters
+        ----------
+        clusters : list or tuple of LLMClusterInfo
+            As for `link_clusters`, with the addresses the links were made with.
+        timeout : int, default 3000
+            Limit of the whole call in ms, in [1, 2**31).
+        force : bool, default False
+            Remove only this end, without a word to the peer.
+
+        Returns
+        -------
+        tuple of LLMStatusCode and list of LLMStatusCode
+            One result for each cluster: LLM_SUCCESS, LLM_NOT_YET_LINK, LLM_PARAM_INVALID (linked at another address),
+            LLM_LINK_BUSY, LLM_NOTIFY_PROMPT_UNLINK_FAILED (this end is removed, the peer could not be told). Overall
+            LLM_UNLINK_FAILED unless each is LLM_SUCCESS or LLM_NOT_YET_LINK; or as for `link_clusters`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For arguments of another type or width.
+        LLMException
+            LLM_PARAM_INVALID when `timeout` is not above 0.
+        RuntimeError
+            When not initialised.
+
+        Notes
+        -----
+        Any role. A PROMPT removes its own end.
+        """
+        engine = self._running()
+        timeout = _check_timeout(timeout)
+        requests = _requests(clusters)
+        typed("force", force, bool)
+        self._require_kv_mode("unlink_clusters", engine)
+        info("unlink_clusters %s, timeout %d ms, force %s", [r.cluster_id for r in requests], timeout, force)
+        return engine.unlink_clusters(requests, timeout, force, as_client=self._role is LLMRole.DECODER)
+
+    def _require_kv_mode(self, name: str, engine: Engine) -> None:
+        if engine.config.cache_manager:
+            raise self._not_in_this_version(f"{name} in CacheManager mode")
+
+    def check_link_status(self, remote_cluster_id: int) -> None:
+        """Ask a linked prompt cluster for a sign of life.
+
+        Parameters
+        ----------
+        remote_cluster_id : int
+            The peer, in [0, 2**64).
+
+        Raises
+        ------
+        TypeError, ValueError
+            For an id of another type or width.
+        LLMException
+            LLM_PARAM_INVALID for another role than DECODER or in CacheManager mode; LLM_NOT_YET_LINK when not linked or the
+            link broke; LLM_LINK_BUSY during another operation on the link; LLM_WAIT_PROCESS_TIMEOUT when no answer
+            came within ``sync_kv_timeout``: the peer may be busy or stopped, so ask again.
+        RuntimeError
+            When not initialised.
+        """
+        engine = self._running()
+        uint64("remote_cluster_id", remote_cluster_id)
+        if engine.config.cache_manager:
+            raise refused(ParamInvalid("check_link_status does not exist in CacheManager mode"))
+        if self._role is not LLMRole.DECODER:
+            raise refused(ParamInvalid(f"check_link_status is for role DECODER, this cluster's role is {self._role}"))
+        engine.check_link(remote_cluster_id)
+
+    # ------------------------------------------------------------------ CacheManager mode
+
+    def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
+        """Link by rank table: CacheManager mode, not in this version (LLM_PARAM_INVALID or LLM_FEATURE_NOT_ENABLED)."""
+        self._require_cache_manager_mode("link")
+        raise self._not_in_this_version("link")
+
+    def unlink(self, comm_id: int) -> None:
+        """Undo `link`: CacheManager mode, not in this version (LLM_PARAM_INVALID or LLM_FEATURE_NOT_ENABLED)."""
+        self._require_cache_manager_mode("unlink")
+        raise self._not_in_this_version("unlink")
+
+    def query_register_mem_status(self, comm_id: int) -> object:
+        """Ask how `link` goes: CacheManager mode, not in this version (LLM_PARAM_INVALID or LLM_FEATURE_NOT_ENABLED)."""
+        self._require_cache_manager_mode("query_register_mem_status")
+        raise self._not_in_this_version("query_register_mem_status")
+
+
+def _shutdown_handler() -> None:
+    """Finalize the live instance when the interpreter exits."""
+    instance = LLMDataDist.llm_engine_instance
+    if instance is not None:
+        try:
+            instance.finalize()
+        except LLMException as e:
+            warn("finalize at exit failed: %s", e)
+
+
+def _check_timeout(timeout: int) -> int:
+    int32("timeout", timeout)
+    if timeout <= 0:
+        raise refused(ParamInvalid(f"timeout is {timeout}, allowed are 1 to {2**31 - 1} ms"))
+    return timeout
+
+
+def _requests(clusters: Sequence[LLMClusterInfo]) -> list[LinkRequest]:
+    from llm_datadist._engine.links import LinkRequest
+
+    check_isinstance("clusters", clusters, [list, tuple], allow_none=False)
+    check_inner("clusters", clusters, LLMClusterInfo)
+    return [
+        LinkRequest(
+            uint64("remote_cluster_id", cluster.remote_cluster_id),
+            _addresses(cluster.local_ip_info_list),
+            _addresses(cluster.remote_ip_info_list),
+        )
+        for cluster in clusters
+    ]
+
+
+def _addresses(ip_info: Sequence[tuple[int | str, int]]) -> tuple[Address, ...]:
+    return tuple(Address(canonical_host("ip", ip), port) for ip, port in ip_info)
