@@ -99,6 +99,8 @@ def run(text: bytes) -> int:
     int
         0 if the decoder got and wrote what one process alone does, 1 if not or if a process failed, 130 after Ctrl-C.
     """
+    # The demo reads and writes cache memory as host memory, whatever else the machine has.
+    os.environ["LLM_DATADIST_BACKEND"] = "simulator"
     # Two demos on one machine must not meet.
     os.environ["LLM_DATADIST_NAMESPACE"] = f"demo-{os.getpid()}-{time.monotonic_ns()}"
     # Sums in one order everywhere, so that two processes get the same bits.
