@@ -77,9 +77,7 @@ def _pool(position: int, fields: object) -> Region:
         raise _invalid(f"has {where} of type {type(fields).__name__}; an object is expected")
     _check_keys(where, fields, set(_POOL_RANGES))
     checked = {key: _integer(f"{where}.{key}", fields[key], *span) for key, span in _POOL_RANGES.items()}
-    return Region(
-        checked["id"], checked["device"], MemoryKind(checked["kind"]), checked["address"], checked["nbytes"]
-    )
+    return Region(checked["id"], checked["device"], MemoryKind(checked["kind"]), checked["address"], checked["nbytes"])
 
 
 def _check_keys(where: str, fields: dict[str, object], expected: set[str]) -> None:

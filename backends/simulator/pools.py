@@ -122,6 +122,7 @@ class Pools:
                 if nbytes == self._address_space:
                     return segment
                 # What just fits would leave nothing to the rest of the process, nor to the pools of peers.
+                segment.let_go()
                 segment.close()
                 return _segment(name, max(nbytes // 2, HUGE_PAGE))
             nbytes //= 2
@@ -205,8 +206,8 @@ class Pools:
 
     def regions(self) -> list[tuple[Region, int]]:
         """List regions with the descriptors of their segments."""
-        with self._lock:
-            return [(pool.region, pool.segment.fd) for pool in self._pools.values()]
+        # Without the lock: a forked child asks too, and there a lock may be held for ever.
+        return [(pool.region, pool.segment.fd) for pool in list(self._pools.values())]
 
     def close(self) -> None:
         """Give all back but the mappings that someone holds. Idempotent."""
