@@ -306,8 +306,8 @@ class LLMDataDist:
         TypeError, ValueError
             For an id of another type or width.
         LLMException
-            LLM_PARAM_INVALID for another role than DECODER or in CacheManager mode; LLM_NOT_YET_LINK when not linked or the
-            link broke; LLM_LINK_BUSY during another operation on the link; LLM_WAIT_PROCESS_TIMEOUT when no answer
+            LLM_PARAM_INVALID for another role than DECODER or in CacheManager mode; LLM_NOT_YET_LINK when not linked or
+            the link broke; LLM_LINK_BUSY during another operation on the link; LLM_WAIT_PROCESS_TIMEOUT when no answer
             came within ``sync_kv_timeout``: the peer may be busy or stopped, so ask again.
         RuntimeError
             When not initialised.
@@ -333,7 +333,7 @@ class LLMDataDist:
         raise self._not_in_this_version("unlink")
 
     def query_register_mem_status(self, comm_id: int) -> object:
-        """Ask how `link` goes: CacheManager mode, not in this version (LLM_PARAM_INVALID or LLM_FEATURE_NOT_ENABLED)."""
+        """Ask how `link` goes: CacheManager mode, not in this version (LLM_PARAM_INVALID, LLM_FEATURE_NOT_ENABLED)."""
         self._require_cache_manager_mode("query_register_mem_status")
         raise self._not_in_this_version("query_register_mem_status")
 

@@ -19,8 +19,8 @@ from llm_datadist._engine.links import LinkRequest, Links, Terms
 from llm_datadist._engine.space import Space
 from llm_datadist._engine.transfers import Transfers
 from llm_datadist._log import get_logger
-from llm_datadist.backend import BackendError, MemoryKind
 from llm_datadist.backend import Backend as _Backend
+from llm_datadist.backend import BackendError, MemoryKind
 from llm_datadist.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:

@@ -31,7 +31,9 @@ class Runs:
     def __len__(self) -> int: ...
     def tolist(self) -> list[tuple[int, int, int]]: ...
 
-def block_runs(source: Indices, destination: Indices, source_blocks: int, destination_blocks: int, block_bytes: int) -> Runs:
+def block_runs(
+    source: Indices, destination: Indices, source_blocks: int, destination_blocks: int, block_bytes: int
+) -> Runs:
     """Pair block lists element by element; neighbours are merged, of repeated destinations the last pair wins whole."""
 
 def span_runs(source_offset: int, destination_offset: int, nbytes: int) -> Runs:

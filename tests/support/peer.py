@@ -1,8 +1,8 @@
 """A second process that runs the library, driven call by call from a test.
 
-``peer.dd.init(options)`` runs in the process; what it returns comes back, or a stand-in for what can't travel (managers,
-caches). Exceptions come back too, with the traceback of the process as a note. Every wait has a limit, and the process is
-killed at the end whatever happened.
+``peer.dd.init(options)`` runs in the process; what it returns comes back, or a stand-in for what can't travel
+(managers, caches). Exceptions come back too, with the traceback of the process as a note. Every wait has a limit, and
+the process is killed at the end whatever happened.
 """
 
 from __future__ import annotations
