@@ -111,8 +111,12 @@ class SimulatorBackend(Backend):
     def abandon(self) -> None:
         with self._lock:
             self._open = False
-            for fd in (*(window.fd for window in self._windows), *(fd for _, fd in self._pools.regions())):
+            for fd in self.descriptors():
                 os.close(fd)
+
+    def descriptors(self) -> tuple[int, ...]:
+        """List the descriptors of this backend. Endpoints have none."""
+        return (*(window.fd for window in self._windows), *(fd for _, fd in self._pools.regions()))
 
     def _check_open(self) -> None:
         if not self._open:
