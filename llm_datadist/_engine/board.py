@@ -16,7 +16,8 @@ from llm_datadist.backend import Window
 
 __all__ = ["Board", "PeerBoard"]
 
-SPENT_AT = PAGE + MAX_LINKS * 16
+PINS_AT = PAGE
+SPENT_AT = PINS_AT + MAX_LINKS * 16
 
 
 def tag_of(generation: int) -> int:
@@ -44,6 +45,14 @@ class Board:
         """Let the tags of a key that is gone be used again."""
         self._tags.give(offset - self._tags_at, num_tensors * 4)
 
+    def pinned(self, generation: int) -> list[int]:
+        """Give the link slots whose peers are writing into the memory of this generation."""
+        return words.pinned(self._base + PINS_AT, MAX_LINKS, generation)
+
+    def unpin(self, slot: int) -> None:
+        """Clear the pin of a link slot before its next peer gets it."""
+        words.store(self._base + PINS_AT + slot * 16, 0)
+
     def spent(self, bindings: array[int]) -> list[int]:
         """Of flat (entry number, binding generation) pairs, give the positions of those that peers have spent."""
         return words.equal_words(self._base + SPENT_AT, bindings)
@@ -57,6 +66,14 @@ class PeerBoard:
         self._entry_count = directory.entry_count
         self._tags_at = SPENT_AT + directory.entry_count * 8
         self._nbytes = window.nbytes
+
+    def pin(self, slot: int, generation: int) -> None:
+        """Say that I write into the memory of this generation, before I look whether it is still there."""
+        words.store(self._base + PINS_AT + slot * 16, generation)
+
+    def unpin(self, slot: int) -> None:
+        """Say that I write no more."""
+        words.store(self._base + PINS_AT + slot * 16, 0)
 
     def is_spent(self, entry: Entry) -> bool:
         """Say whether someone has pulled what this key stood for."""

@@ -273,23 +273,35 @@ class PeerDirectory:
 
     def find(self, key: Key, deadline_ns: int) -> Entry | None:
         """Look a key up; None says for certain that it was not there at one moment of the call."""
-        while True:
-            found = words.find(
-                self._base + W_EPOCH,
-                self._base + W_CAPACITY,
-                self._base + self.layout.index,
-                self.layout.largest_index,
-                self._base + self.layout.entries,
-                self.layout.entry_count,
-                *key,
-            )
-            if found is None:
-                return None
-            if found:
-                return self._bounded(Entry(*found))
-            if time.monotonic_ns() > deadline_ns:
-                raise Unreadable("the peer's index stayed unreadable until the time limit")
-            time.sleep(0.0001)
+        while (found := words.find(*self._index(), *key)) is False:
+            self._pause(deadline_ns)
+        return None if found is None else self._bounded(Entry(*found))
+
+    def caches(self, deadline_ns: int) -> list[Entry]:
+        """List all caches."""
+        while (found := words.list_entries(*self._index(), CACHE)) is False:
+            self._pause(deadline_ns)
+        return [self._bounded(Entry(*numbers)) for numbers in found]
+
+    def table_version(self) -> int:
+        """Give a number that moves with every cache that comes or goes."""
+        return words.load(self._base + W_TABLE)
+
+    def _index(self) -> tuple[int, int, int, int, int, int]:
+        return (
+            self._base + W_EPOCH,
+            self._base + W_CAPACITY,
+            self._base + self.layout.index,
+            self.layout.largest_index,
+            self._base + self.layout.entries,
+            self.layout.entry_count,
+        )
+
+    @staticmethod
+    def _pause(deadline_ns: int) -> None:
+        if time.monotonic_ns() > deadline_ns:
+            raise Unreadable("the peer's index stayed unreadable until the time limit")
+        time.sleep(0.0001)
 
     def entry_of_slot(self, record: Record, slot: int) -> tuple[int, Entry] | None:
         """Give kind and entry of the key that is still bound to a slot, or None."""

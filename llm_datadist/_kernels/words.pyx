@@ -260,6 +260,30 @@ def find(size_t epoch, size_t capacity_word, size_t index, uint64_t largest, siz
     return None
 
 
+def list_entries(size_t epoch, size_t capacity_word, size_t index, uint64_t largest, size_t entries,
+                 uint64_t entry_count, uint64_t kind):
+    """Give all entries of a kind, as `find` gives one; False if the index was being rebuilt or is not sane."""
+    cdef const uint64_t *words = <const uint64_t *>index
+    cdef uint64_t before = dd_load_acquire(<const uint64_t *>epoch)
+    cdef uint64_t capacity = dd_load_relaxed(<const uint64_t *>capacity_word)
+    cdef uint64_t i, word, number
+    cdef list found = []
+    if before & 1 or capacity == 0 or capacity > largest or capacity & (capacity - 1):
+        return False
+    for i in range(capacity):
+        word = dd_load_acquire(words + i)
+        number = (word & <uint64_t>0xFFFFFFFF) - 1
+        if word == 0 or word == TOMBSTONE or number >= entry_count:
+            continue
+        entry = read_entry(entries + <size_t>(number * ENTRY_WORDS * 8))
+        if entry is not None and entry[1] == kind:
+            found.append((number, entry[0], entry[4], entry[5], entry[6], entry[7]))
+    dd_acquire_fence()
+    if dd_load_relaxed(<const uint64_t *>epoch) != before:
+        return False
+    return found
+
+
 def mark_tags(size_t tags, const uint32_t[::1] tensors, uint32_t tag, int64_t total):
     """Write the tag of each pulled tensor, then say whether all `total` tags are there now.
 
@@ -285,6 +309,21 @@ def clear(size_t address, int64_t nbytes):
     for i in range(nbytes // 4):
         dd_store32_relaxed(<uint32_t *>address + i, 0)
     dd_full_fence()
+
+
+def pinned(size_t pins, int64_t slots, uint64_t generation):
+    """Of pin words 16 bytes apart, give the numbers of those that hold a generation.
+
+    The caller has made the generation odd in the directory, with a full fence, before it looks. A writer pins, fence,
+    and looks at the directory. So either this load sees the pin, or the writer sees the odd word.
+    """
+    cdef const uint64_t *p = <const uint64_t *>pins
+    cdef int64_t i
+    cdef list found = []
+    for i in range(slots):
+        if dd_load_acquire(p + 2 * i) == generation:
+            found.append(i)
+    return found
 
 
 def equal_words(size_t base, const uint64_t[::1] pairs):
