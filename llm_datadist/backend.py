@@ -29,6 +29,7 @@ __all__ = [
     "Failure",
     "MemoryKind",
     "Pair",
+    "Place",
     "Region",
     "Window",
     "make_backend",
@@ -92,6 +93,14 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """A base address for a `Plan`, and the way to it: a number that only its endpoint understands."""
+
+    base: int
+    route: int
+
+
+@dataclass(frozen=True, slots=True)
 class Window:
     """Memory for directory or board words, in this process: 8-byte aligned and zero at first."""
 
@@ -143,8 +152,8 @@ class Endpoint(ABC):
     windows: tuple[Window, Window] | None
 
     @abstractmethod
-    def locate(self, region: int, offset: int, nbytes: int) -> int:
-        """Give the source (or target) base address for a `Plan` of a range in a peer's region.
+    def locate(self, region: int, offset: int, nbytes: int) -> Place:
+        """Say where a range in a peer's region is for a `Plan`, and which way leads there.
 
         Raises
         ------
@@ -153,11 +162,15 @@ class Endpoint(ABC):
         """
 
     @abstractmethod
+    def address_of(self, region: int, offset: int) -> int:
+        """Give the address that a byte of a peer's region has in the peer's own process."""
+
+    @abstractmethod
     def populate(self, region: int, offset: int, nbytes: int) -> None:
         """Make the first access to a range cheap. A hint: never fails for want of memory."""
 
     @abstractmethod
-    def read(self, plan: Plan, guard: Guard | None, deadline_ns: int) -> None:
+    def read(self, plan: Plan, guard: Guard | None, deadline_ns: int, route: int) -> None:
         """Copy a plan from the peer; return when all bytes are in place.
 
         Parameters
@@ -168,6 +181,8 @@ class Endpoint(ABC):
             Words of the peer's directory that must hold given values before and after.
         deadline_ns : int
             On ``time.monotonic_ns()``.
+        route : int
+            From `locate`, the same for all bases of the plan.
 
         Raises
         ------
@@ -176,7 +191,7 @@ class Endpoint(ABC):
         """
 
     @abstractmethod
-    def write(self, plan: Plan, guard: Guard | None, deadline_ns: int) -> None:
+    def write(self, plan: Plan, guard: Guard | None, deadline_ns: int, route: int) -> None:
         """Copy a plan to the peer; like `read` the other way round."""
 
     @abstractmethod
@@ -226,6 +241,39 @@ class Backend(ABC):
     @abstractmethod
     def discard(self, region: Region, offset: int, nbytes: int) -> None:
         """Say that a committed range is free now; the backend may keep it committed for the next `commit`."""
+
+    @abstractmethod
+    def register(self, device: int, address: int, nbytes: int, kind: MemoryKind) -> Region:
+        """Take in memory that the user owns. It is not touched.
+
+        The region may be larger than what is registered: a range in it is named by ``address - region.address``.
+
+        Raises
+        ------
+        BackendError
+            ``INVALID`` when the driver refuses the range.
+        """
+
+    @abstractmethod
+    def unregister(self, region: Region, address: int, nbytes: int) -> None:
+        """Forget what `register` took in."""
+
+    @abstractmethod
+    def copy(self, plan: Plan, *, ordered: bool) -> None:
+        """Copy a plan inside this process.
+
+        Parameters
+        ----------
+        plan : Plan
+            Both bases are addresses of this process, of a pool, registered, or neither.
+        ordered : bool
+            Runs are copied one after the other, each as if through a buffer, so that they may overlap.
+
+        Raises
+        ------
+        BackendError
+            ``INVALID`` for an address without memory; never a signal.
+        """
 
     @abstractmethod
     def hold(self, region: Region) -> object:

@@ -75,8 +75,8 @@ class SimulatorEndpoint(Endpoint):
             )
         return mapping
 
-    def locate(self, region: int, offset: int, nbytes: int) -> int:
-        return self._range(region, offset, nbytes).address + offset
+    def locate(self, region: int, offset: int, nbytes: int) -> Place:
+        return Place(self._range(region, offset, nbytes).address + offset, MAPPED)
 
     def populate(self, region: int, offset: int, nbytes: int) -> None:
         self._range(region, offset, nbytes).populate(offset, nbytes)
