@@ -109,6 +109,8 @@ class SimulatorBackend(Backend):
 
     def descriptors(self) -> tuple[int, ...]:
         """List the descriptors that a forked child must close. Endpoints have none."""
+        if not self._open:
+            return ()
         return (*(window.fd for window in self._windows), *(fd for _, fd in self._pools.regions()))
 
     def _check_open(self) -> None:

@@ -215,7 +215,9 @@ def test_close_is_final_and_idempotent(make_backend: MakeBackend) -> None:
 
 
 def test_never_opened_backend_closes() -> None:
-    SimulatorBackend().close()
+    backend = SimulatorBackend()
+    backend.close()
+    assert backend.descriptors() == ()
 
 
 def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
