@@ -81,7 +81,7 @@ def main() -> None:
     short = parser.parse_args().short
     rounds, quiet = (7, 9.0) if short else (41, 0.15)
 
-    os.environ["LLM_DATADIST_NAMESPACE"] = f"bench-{os.getpid()}"
+    os.environ.update(LLM_DATADIST_BACKEND="simulator", LLM_DATADIST_NAMESPACE=f"bench-{os.getpid()}")
     result = {
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": {"system": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()},
