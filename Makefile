@@ -36,7 +36,7 @@ types: .cache/types/made
 		$(patsubst llm_datadist/_kernels/%.pyi,llm_datadist._kernels.%,$(wildcard llm_datadist/_kernels/*.pyi))
 
 bench: $(VENV)/built
-	$(RUN) $(BIN)/python benchmarks/pulls.py --short
+	$(BIN)/python benchmarks/pulls.py --short
 
 docs: $(VENV)/docs.extra
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build

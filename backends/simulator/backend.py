@@ -109,13 +109,15 @@ class SimulatorBackend(Backend):
         return SimulatorEndpoint(self, peer, pair, self._threads)
 
     def abandon(self) -> None:
-        with self._lock:
-            self._open = False
-            for fd in self.descriptors():
-                os.close(fd)
+        # Takes no lock: in a forked child another thread may have held it for ever.
+        fds, self._open = self.descriptors(), False
+        for fd in fds:
+            os.close(fd)
 
     def descriptors(self) -> tuple[int, ...]:
-        """List the descriptors of this backend. Endpoints have none."""
+        """List the descriptors that a forked child must close. Endpoints have none."""
+        if not self._open:
+            return ()
         return (*(window.fd for window in self._windows), *(fd for _, fd in self._pools.regions()))
 
     def _check_open(self) -> None:
