@@ -49,6 +49,10 @@ class Board:
         """Give the link slots whose peers are writing into the memory of this generation."""
         return words.pinned(self._base + PINS_AT, MAX_LINKS, generation)
 
+    def is_pinned(self, slot: int) -> bool:
+        """Say whether the peer of a link slot is writing into any memory."""
+        return words.load(self._base + PINS_AT + slot * 16) != 0
+
     def unpin(self, slot: int) -> None:
         """Clear the pin of a link slot before its next peer gets it."""
         words.store(self._base + PINS_AT + slot * 16, 0)

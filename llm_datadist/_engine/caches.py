@@ -12,9 +12,9 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llm_datadist._engine import codes
 from llm_datadist._engine.board import Board
@@ -24,6 +24,8 @@ from llm_datadist._engine.directory import (
     F_ACCESSIBLE,
     F_BLOCKS,
     F_HOST,
+    F_POOLED,
+    F_REGISTERED,
     REQUEST,
     Directory,
     Entry,
@@ -83,8 +85,13 @@ class Cache:
 
     id: int
     geometry: Geometry
-    #: (pool, offset) of each tensor, device after device.
+    #: (pool, offset) of each tensor, device after device; empty for memory of the user's.
     places: list[tuple[Pool, int]]
+    #: The user's memory, tensor after tensor; empty for memory from pools.
+    registered: list[tuple[Region, int]]
+    #: What the user gave as memory, kept alive.
+    keepers: Sequence[object]
+    accessible: bool
     addresses: tuple[tuple[int, ...], ...]
     record: Record
     record_at: int
@@ -97,8 +104,10 @@ class Cache:
     users: int = 0
     #: Live Tensors on the memory; likewise.
     views: int = 0
-    #: Withdrawn from the directory; the memory waits for users and views.
+    #: Withdrawn from the directory; the memory waits for users, views, and peers that write into it.
     withdrawn: bool = False
+    #: Link slots of peers that were writing when it was withdrawn.
+    pinned_by: list[int] = field(default_factory=list)
 
 
 def merged(places: Sequence[tuple[Pool, int]], tensor_bytes: int) -> list[tuple[Pool, int, int]]:
@@ -148,6 +157,10 @@ class Caches:
         self._spendable: list[Binding] = []
         self._spendable_words = array("Q")
         self._ended_views: deque[Cache] = deque()
+        self._pinned: list[Cache] = []
+        self._pooled = any(pool.region.kind is MemoryKind.DEVICE for pool in self._pools)
+        #: Says of a link slot whether its peer can't write any more; set by the engine once there are links.
+        self.proved_gone: Callable[[int], bool] = lambda slot: False
         #: Ids of handles that were garbage-collected.
         self.dropped: deque[int] = deque()
 
@@ -162,17 +175,114 @@ class Caches:
                 if key in self._keys:
                     self._refuse_bound(key)
             pools = [p for p in self._pools if p.region.kind is geometry.kind]
+            if not pools:
+                option = "llm.HostMemPoolConfig" if geometry.kind is MemoryKind.HOST else "llm.MemPoolConfig"
+                raise ParamInvalid(f"no pool holds {geometry.kind.name} memory: set {option}")
             with ExitStack() as undo:
                 places = [place for pool in pools for place in self._take(pool, geometry, undo)]
                 try:
                     numbers = self._directory.take_entries(1 + len(slot_of))
                     undo.callback(self._directory.return_entries, numbers)
-                    cache = self._publish(geometry, places, slot_of, numbers, undo)
+                    where = [(pool.region, pool.region.address + at) for pool, at in places]
+                    cache = self._publish(geometry, where, slot_of, numbers, undo, places=places)
                 except MemoryError as e:
                     raise LLMException(str(e), status_code=self._out_of_memory()) from e
                 undo.pop_all()
             self._caches[cache.id] = cache
             return cache
+
+    def register(
+        self,
+        geometry: Geometry,
+        device: int,
+        addresses: Sequence[int],
+        keys: Sequence[Key | None],
+        accessible: bool,
+        keepers: Sequence[object],
+    ) -> Cache:
+        """Make a cache of the user's memory. A blocks key that another registered cache has goes over to this one."""
+        with self._lock:
+            self._collect()
+            slot_of = {key: slot for slot, key in enumerate(keys) if key is not None}
+            taken_over = []
+            for key in slot_of:
+                bound = self._keys.get(key)
+                if bound is not None:
+                    if key.kind != BLOCKS or not bound.cache.registered:
+                        self._refuse_bound(key)
+                    taken_over.append(bound)
+            with ExitStack() as undo:
+                where = []
+                for i, address in enumerate(addresses):
+                    try:
+                        region = self._backend.register(device, address, geometry.tensor_bytes, geometry.kind)
+                    except BackendError as e:
+                        text = f"tensor {i} at {address:#x} can't be registered: {e.text}"
+                        raise codes.exception_of(
+                            BackendError(e.kind, text, e.native_code), self._cache_manager
+                        ) from e
+                    undo.callback(self._backend.unregister, region, address, geometry.tensor_bytes)
+                    where.append((region, address))
+                try:
+                    numbers = self._directory.take_entries(1 + len(slot_of))
+                    undo.callback(self._directory.return_entries, numbers)
+                    for bound in taken_over:
+                        self._unbind(bound)
+                    cache = self._publish(
+                        geometry, where, slot_of, numbers, undo, keepers=keepers, accessible=accessible
+                    )
+                except MemoryError as e:
+                    raise LLMException(str(e), status_code=self._out_of_memory()) from e
+                undo.pop_all()
+            self._caches[cache.id] = cache
+            return cache
+
+    def unregister(self, cache_id: int, deadline_ns: int) -> None:
+        """Forget a registered cache as soon as no transfer uses it; ids of anything else are harmless.
+
+        Raises
+        ------
+        LLMException
+            LLM_TIMEOUT when a transfer still uses the memory at the deadline: the cache stays registered.
+        """
+        with self._lock:
+            self._collect()
+            cache = self._caches.get(cache_id)
+            if cache is None or not cache.registered or not cache.held:
+                return
+            cache.held = False
+            self._withdraw(cache)
+        while True:
+            with self._lock:
+                self._look_at_pins(cache)
+                if not cache.users and not cache.pinned_by:
+                    for binding in list(cache.bindings.values()):
+                        self._unbind(binding)
+                    self._free(cache)
+                    return
+                if time.monotonic_ns() > deadline_ns:
+                    self._publish_again(cache)
+                    break
+            time.sleep(0.001)
+        raise LLMException(
+            f"cache {cache_id} is still used by a transfer, so it stays registered: call again when that has ended",
+            status_code=codes.timeout_code(self._cache_manager),
+        )
+
+    def _publish_again(self, cache: Cache) -> None:
+        """Make a withdrawn registered cache visible once more, under new generations."""
+        cache.held, cache.withdrawn = True, False
+        for binding in cache.bindings.values():
+            self._directory.withdraw(binding.entry, binding.key, binding.generation)
+        numbers = self._directory.take_entries(1 + len(cache.bindings))
+        table = list(cache.record.keys)
+        for binding, number in zip(cache.bindings.values(), numbers[1:], strict=True):
+            binding.entry, binding.generation = number, next(self._generations)
+            table[binding.slot] = (number + 1, binding.generation)
+        cache.record = replace(cache.record, generation=next(self._generations), keys=tuple(table))
+        cache.record_at = self._directory.write_record(cache.record)
+        cache.entry, cache.entry_generation = numbers[0], next(self._generations)
+        self._announce(cache)
 
     def _refuse_bound(self, key: Key) -> None:
         owner = self._keys[key].cache.id
@@ -222,24 +332,33 @@ class Caches:
     def _publish(
         self,
         geometry: Geometry,
-        places: list[tuple[Pool, int]],
+        where: list[tuple[Region, int]],
         slot_of: dict[Key, int],
         numbers: list[int],
         undo: ExitStack,
+        *,
+        places: list[tuple[Pool, int]] | None = None,
+        keepers: Sequence[object] = (),
+        accessible: bool = True,
     ) -> Cache:
-        devices = len(places) // geometry.num_tensors
+        devices = len(where) // geometry.num_tensors
         bindings: dict[int, tuple[Key, int, int, int]] = {}
         for (key, slot), number in zip(slot_of.items(), numbers[1:], strict=True):
             tags = 0
-            if key.kind == REQUEST:
+            if key.kind == REQUEST and places is not None:
                 tags = self._board.take_tags(geometry.num_tensors)
                 undo.callback(self._board.give_tags, tags, geometry.num_tensors)
             bindings[slot] = (key, number, next(self._generations), tags)
         table = [(0, 0)] * (max(bindings) + 1 if bindings else 0)
         for slot, (_, number, generation, _) in bindings.items():
             table[slot] = (number + 1, generation)
-        flags = F_ACCESSIBLE | (F_BLOCKS if geometry.blocks else 0)
-        flags |= F_HOST if geometry.kind is MemoryKind.HOST else 0
+        flags = (
+            (F_ACCESSIBLE if accessible else 0)
+            | (F_BLOCKS if geometry.blocks else 0)
+            | (F_HOST if geometry.kind is MemoryKind.HOST else 0)
+            | (F_REGISTERED if places is None else 0)
+            | (F_POOLED if self._pooled else 0)
+        )
         record = Record(
             next(self._generations),
             self._next_id,
@@ -248,17 +367,20 @@ class Caches:
             geometry.num_tensors,
             geometry.slots,
             geometry.tensor_bytes,
-            tuple((pool.region.id, at) for pool, at in places),
+            tuple((region.id, address - region.address) for region, address in where),
             tuple(table),
         )
         record_at = self._directory.write_record(record)
         self._next_id += 1
         n = geometry.num_tensors
-        flat = [pool.region.address + at for pool, at in places]
+        flat = [address for _, address in where]
         cache = Cache(
             record.cache_id,
             geometry,
-            places,
+            places or [],
+            where if places is None else [],
+            keepers,
+            accessible,
             tuple(tuple(flat[d * n : (d + 1) * n]) for d in range(devices)),
             record,
             record_at,
@@ -266,20 +388,25 @@ class Caches:
             next(self._generations),
         )
         now = time.monotonic()
-        self._directory.publish(
-            numbers[0],
-            Key(CACHE, cache.id, 0),
-            Entry(numbers[0], cache.entry_generation, record_at, 0, 0, record.generation),
-        )
         for slot, (key, number, generation, tags) in bindings.items():
-            self._directory.publish(number, key, Entry(number, generation, record_at, slot, tags, record.generation))
             binding = Binding(key, cache, slot, number, generation, tags, now)
             cache.bindings[slot] = self._keys[key] = binding
             if tags:
                 binding.position = len(self._spendable)
                 self._spendable.append(binding)
                 self._spendable_words.extend((number, generation))
+        self._announce(cache)
         return cache
+
+    def _announce(self, cache: Cache) -> None:
+        """Make the entries of a cache and its keys findable."""
+        at, generation = cache.record_at, cache.record.generation
+        self._directory.publish(
+            cache.entry, Key(CACHE, cache.id, 0), Entry(cache.entry, cache.entry_generation, at, 0, 0, generation)
+        )
+        for binding in cache.bindings.values():
+            entry = Entry(binding.entry, binding.generation, at, binding.slot, binding.tags, generation)
+            self._directory.publish(binding.entry, binding.key, entry)
 
     # ------------------------------------------------------------------ release
 
@@ -291,7 +418,7 @@ class Caches:
 
     def _drop(self, cache_id: int) -> None:
         cache = self._caches.get(cache_id)
-        if cache is None or not cache.held:
+        if cache is None or not cache.held or cache.registered:
             return
         cache.held = False
         if cache.geometry.blocks:
@@ -309,7 +436,7 @@ class Caches:
         with self._lock:
             self._collect()
             binding = self._keys.get(key)
-            if binding is not None:
+            if binding is not None and not binding.cache.registered:
                 self._unbind(binding)
                 self._release_if_unused(binding.cache)
 
@@ -333,16 +460,32 @@ class Caches:
         if cache.held or cache.bindings:
             return
         if not cache.withdrawn:
-            cache.withdrawn = True
-            self._directory.retire_record(cache.record_at, cache.record.generation)
-            self._directory.withdraw(cache.entry, Key(CACHE, cache.id, 0), cache.entry_generation)
-            self._directory.free_record(cache.record_at, cache.record)
-        if cache.users or cache.views:
-            return
+            self._withdraw(cache)
+        if cache.pinned_by:
+            if cache not in self._pinned:
+                self._pinned.append(cache)
+        elif not cache.users and not cache.views:
+            self._free(cache)
+
+    def _withdraw(self, cache: Cache) -> None:
+        """Take a cache out of the directory, and find out who is writing into it."""
+        cache.withdrawn = True
+        self._directory.retire_record(cache.record_at, cache.record.generation)
+        self._directory.withdraw(cache.entry, Key(CACHE, cache.id, 0), cache.entry_generation)
+        self._directory.free_record(cache.record_at, cache.record)
+        cache.pinned_by = self._board.pinned(cache.record.generation)
+
+    def _look_at_pins(self, cache: Cache) -> None:
+        still = set(self._board.pinned(cache.record.generation))
+        cache.pinned_by = [slot for slot in cache.pinned_by if slot in still and not self.proved_gone(slot)]
+
+    def _free(self, cache: Cache) -> None:
         del self._caches[cache.id]
         for pool, at, nbytes in merged(cache.places, cache.geometry.tensor_bytes):
             pool.space.give(at, nbytes)
             self._backend.discard(pool.region, at, nbytes)
+        for region, address in cache.registered:
+            self._backend.unregister(region, address, cache.geometry.tensor_bytes)
 
     def _collect(self) -> None:
         """Take in what has happened since the last call: keys that peers have spent, handles and views that died."""
@@ -352,6 +495,10 @@ class Caches:
                 self._release_if_unused(binding.cache)
         while self.dropped:
             self._drop(self.dropped.popleft())
+        waiting, self._pinned = self._pinned, []
+        for cache in waiting:
+            self._look_at_pins(cache)
+            self._release_if_unused(cache)
         while self._ended_views:
             cache = self._ended_views.popleft()
             cache.views -= 1
@@ -380,7 +527,7 @@ class Caches:
         """Stop to use a cache's memory."""
         with self._lock:
             cache.users -= 1
-            if not cache.users and cache.withdrawn:
+            if not cache.users and cache.withdrawn and not cache.registered:
                 self._release_if_unused(cache)
 
     def view(self, cache_id: int) -> tuple[Cache, View]:
@@ -399,8 +546,11 @@ class Caches:
             self._collect()
             return [pool.space.used for pool in self._pools]
 
-    def close(self) -> str | None:
-        """Withdraw everything; give one sentence on keys that nobody pulled, or None."""
+    def close(self, deadline_ns: int) -> str | None:
+        """Withdraw everything; give one sentence on keys that nobody pulled, or None.
+
+        Waits, until the deadline, for peers that are still writing into memory that the user may free next.
+        """
         with self._lock:
             self._collect()
             left = self._unpulled()
@@ -409,7 +559,11 @@ class Caches:
                     self._unbind(binding)
                 cache.held = False
                 self._release_if_unused(cache)
-            return left
+        while any(cache.registered for cache in self._pinned) and time.monotonic_ns() < deadline_ns:
+            time.sleep(0.001)
+            with self._lock:
+                self._collect()
+        return left
 
     def _unpulled(self) -> str | None:
         waiting = [b for b in self._keys.values() if not b.cache.held and b.key.kind != BLOCKS]

@@ -49,7 +49,8 @@ SMALLEST_INDEX = 512
 W_MAGIC, W_VERSION, W_INCARNATION, W_STATE, W_TABLE, W_EPOCH, W_CAPACITY = (8 * i for i in range(7))
 LINKS_AT = PAGE
 
-F_BLOCKS, F_HOST, F_REGISTERED, F_ACCESSIBLE = 1, 2, 4, 8
+#: Flags of a record; POOLED: its engine has a device pool.
+F_BLOCKS, F_HOST, F_REGISTERED, F_ACCESSIBLE, F_POOLED = 1, 2, 4, 8, 16
 
 
 class Key(NamedTuple):

@@ -13,6 +13,7 @@ import enum
 import itertools
 import os
 import secrets
+import select
 import socket
 import threading
 import time
@@ -23,7 +24,7 @@ from typing import Any
 
 from llm_datadist._addresses import Address
 from llm_datadist._engine import codes, control
-from llm_datadist._engine.board import PeerBoard
+from llm_datadist._engine.board import Board, PeerBoard
 from llm_datadist._engine.control import Channel, Gone, NotThere, Service, TimedOut
 from llm_datadist._engine.directory import MAX_LINKS, Directory, PeerDirectory, Unreadable
 from llm_datadist._engine.wire import Frame, Kind, Malformed
@@ -56,8 +57,12 @@ class LinkRequest:
     """One peer that a user wants to link or unlink."""
 
     cluster_id: int
-    local: tuple[Address, ...]
-    remote: tuple[Address, ...]
+    local: tuple[Address, ...] = ()
+    remote: tuple[Address, ...] = ()
+    #: The communicator that the link belongs to, if any.
+    comm: str = ""
+    #: The cluster id that traffic is addressed to, where it is not that of the peer (loop-back).
+    alias: int | None = None
 
 
 class State(enum.Enum):
@@ -86,6 +91,7 @@ class Link:
     #: The addresses that the link was made with: those of the peer's listener on the client, of the client on the
     #: server.
     addresses: tuple[str, ...]
+    comm: str
     channel: Channel
     endpoint: Endpoint
     directory: PeerDirectory
@@ -97,6 +103,8 @@ class Link:
     peer_epoch: int
     state: State = State.READY
     reason: str = ""
+    #: A user of this side has asked for the link, not only the peer's.
+    wanted: bool = False
     #: Held during a transfer, a check, or an unlink.
     lock: threading.Lock = field(default_factory=threading.Lock)
     #: What transfers keep from one to the next (see transfers.py).
@@ -134,19 +142,26 @@ class Links:
         self,
         backend: Backend,
         directory: Directory,
+        board: Board,
         terms: Terms,
         namespace: str,
         service: Service,
     ) -> None:
         self._backend = backend
         self._directory = directory
+        self._board = board
         self.terms = terms
         self._namespace = namespace
         self._service = service
         self._lock = threading.Lock()
-        self._links: dict[tuple[bool, int, tuple[str, ...]], Link] = {}
-        self._clients: dict[int, Link] = {}
+        self._links: dict[tuple[bool, int, tuple[str, ...], str], Link] = {}
+        #: The links that lead to a cluster; in KvCacheManager mode those of each side apart.
+        self._routes: dict[tuple[int, bool], list[Link]] = {}
         self._slots = deque(range(MAX_LINKS))
+        #: Slots whose peer was writing when its link went, with a pidfd of it, or -1.
+        self._lingering: dict[int, int] = {}
+        #: Called with each new link.
+        self.entered: Callable[[Link], None] = lambda link: None
         self._epochs = itertools.count(secrets.randbelow(1 << 61) + (1 << 61) << 1, 2)
         self._listeners: list[tuple[Address, socket.socket]] = []
         self._paused = False
@@ -156,12 +171,19 @@ class Links:
 
     # ------------------------------------------------------------------ looking up
 
-    def client(self, cluster_id: int) -> Link:
-        """Give the usable link that this engine made to a cluster, or raise NOT_YET_LINK."""
-        link = self._clients.get(cluster_id)
-        if link is not None and link.state is State.READY:
-            return link
-        raise self.not_linked(cluster_id, link)
+    def to(self, cluster_id: int, *, accepted: bool = False) -> Link:
+        """Give a usable link to a cluster, or raise NOT_YET_LINK.
+
+        In KvCacheManager mode, where two ends may bear one cluster id, it is the one that this engine made, or has accepted.
+        """
+        links = self._routes.get((cluster_id, accepted and not self.terms.cache_manager), ())
+        for link in reversed(links):
+            if link.state is State.READY:
+                return link
+        raise self.not_linked(cluster_id, links[-1] if links else None)
+
+    def _route(self, link: Link) -> tuple[int, bool]:
+        return link.cluster_id, not link.client and not self.terms.cache_manager
 
     def not_linked(self, cluster_id: int, link: Link | None) -> LLMException:
         """Make the exception for a cluster without a usable link."""
@@ -314,21 +336,27 @@ class Links:
 
     def _link_one(self, request: LinkRequest, deadline_ns: int) -> LLMStatusCode:
         with self._lock:
-            old = self._clients.get(request.cluster_id)
-            if old is not None and old.usable():
+            links = list(self._routes.get((request.cluster_id, False), ()))
+            standing = [link for link in links if not link.comm and link.usable()]
+            if any(link.wanted for link in standing):
                 return LLMStatusCode.LLM_ALREADY_LINK
+            if standing and not self._is_self(request):
+                # The peer has linked to this engine: one connection serves both.
+                standing[-1].wanted = True
+                return LLMStatusCode.LLM_SUCCESS
             count = sum(link.state is State.READY for link in self._links.values())
-        if count >= LIMIT:
+        if count >= LIMIT and not self.terms.cache_manager:
             get_logger().error("cluster %d is not linked: %d links stand already", request.cluster_id, LIMIT)
             return LLMStatusCode.LLM_PARAM_INVALID
-        if old is not None:
-            self._remove(old, "replaced by a new link")
+        for old in links:
+            if not old.comm and old not in standing:
+                self._remove(old, "replaced by a new link")
         step = "connecting"
         try:
             channel = control.connect(self._namespace, request.remote[0], deadline_ns)
             try:
                 step = "greeting"
-                self._greet(channel, request, deadline_ns)
+                self.greet(channel, request, deadline_ns)
             except BaseException:
                 channel.close()
                 raise
@@ -349,7 +377,11 @@ class Links:
         )
         return code
 
-    def _greet(self, channel: Channel, request: LinkRequest, deadline_ns: int) -> None:
+    def _is_self(self, request: LinkRequest) -> bool:
+        return request.cluster_id == self.terms.cluster_id
+
+    def greet(self, channel: Channel, request: LinkRequest, deadline_ns: int) -> Link:
+        """Make a link over a fresh connection, as its client."""
         slot, epoch = self._take_slot()
         link = None
         try:
@@ -358,6 +390,7 @@ class Links:
             hello["want"] = request.cluster_id
             hello["local"] = [str(address) for address in request.local]
             hello["remote"] = [str(address) for address in request.remote]
+            hello["comm"] = request.comm
             hello["limit_ms"] = int(control.remaining(deadline_ns) * 1000)
             channel.send(Frame(Kind.HELLO, body=hello), deadline_ns, export.fds)
             answer, fds = channel.receive(deadline_ns)
@@ -375,6 +408,9 @@ class Links:
             close_all(extra)
             if ready.kind is not Kind.READY:
                 raise Malformed(f"the answer is {ready.kind.name}, expected READY")
+            link.wanted = True
+            if request.alias is not None:
+                link.cluster_id = request.alias
             self._enter(link)
         except BaseException:
             if link is not None:
@@ -415,6 +451,7 @@ class Links:
             incarnation = frame.number("incarnation")
             peer_slot, peer_epoch = frame.number("slot", MAX_LINKS - 1), frame.number("epoch")
             addresses = tuple(map(str, request.remote)) if request else tuple(frame.texts("local"))
+            comm = request.comm if request else frame.text("comm")
             try:
                 data = base64.b64decode(frame.text("export"), validate=True)
             except binascii.Error as e:
@@ -438,6 +475,7 @@ class Links:
             cluster_id,
             incarnation,
             addresses,
+            comm,
             channel,
             endpoint,
             directory,
@@ -448,16 +486,16 @@ class Links:
         )
 
     def _enter(self, link: Link) -> None:
-        key = (link.client, link.cluster_id, () if link.client else link.addresses)
+        key = (link.client, link.cluster_id, () if link.client else link.addresses, link.comm)
         with self._lock:
             if self._closing:
                 raise Gone("this engine is being finalized")
             old = self._links.get(key)
             self._links[key] = link
-            if link.client:
-                self._clients[link.cluster_id] = link
+            self._routes.setdefault(self._route(link), []).append(link)
         if old is not None:
             self._remove(old, "replaced by a new link of the same peer")
+        self.entered(link)
 
     def _watch(self, link: Link) -> None:
         self._service.watch(
@@ -513,12 +551,13 @@ class Links:
 
     def check(self, cluster_id: int, timeout_ms: int) -> None:
         """Ask the peer for a sign of life."""
-        link = self.client(cluster_id)
+        link = self.to(cluster_id)
         if not link.usable():
             raise self.not_linked(cluster_id, link)
-        with self.exclusive(link):
+        deadline_ns = time.monotonic_ns() + timeout_ms * 10**6
+        with self.exclusive(link, deadline_ns):
             try:
-                self._ask(link, Kind.PING, time.monotonic_ns() + timeout_ms * 10**6)
+                self._ask(link, Kind.PING, deadline_ns)
             except TimedOut as e:
                 raise LLMException(
                     f"cluster {cluster_id} gave no sign of life within {timeout_ms} ms",
@@ -528,9 +567,12 @@ class Links:
                 link.break_(f"{e} (peer gone)")
                 raise self.not_linked(cluster_id, link) from e
 
-    def exclusive(self, link: Link) -> _Exclusive:
-        """Hold a link for one operation, or raise LINK_BUSY."""
-        return _Exclusive(self, link)
+    def exclusive(self, link: Link, deadline_ns: int) -> _Exclusive:
+        """Hold a link for one operation.
+
+        In KvCacheManager mode another operation on it is LINK_BUSY; in CacheManager mode it is waited for.
+        """
+        return _Exclusive(self, link, deadline_ns)
 
     def release(self, link: Link) -> None:
         """End the operation that held the link; if the link went meanwhile, let its memory go."""
@@ -552,36 +594,56 @@ class Links:
         return results
 
     def _unlink_one(self, request: LinkRequest, deadline_ns: int, force: bool, as_client: bool) -> LLMStatusCode:
-        with self._lock:
-            found = [
-                link
-                for link in self._links.values()
-                if link.client == as_client and link.cluster_id == request.cluster_id
-            ]
-        if not found:
-            return LLMStatusCode.LLM_NOT_YET_LINK
-        if as_client and found[0].addresses != tuple(map(str, request.remote)):
+        found = [link for link in self._routes.get((request.cluster_id, not as_client), ()) if not link.comm]
+        if self.terms.cache_manager:
+            found = [link for link in self._routes.get((request.cluster_id, False), ()) if not link.comm]
+        elif found and as_client and found[0].addresses != tuple(map(str, request.remote)):
             get_logger().error(
                 "cluster %d is linked at %s, not at %s", request.cluster_id, found[0].addresses, request.remote
             )
             return LLMStatusCode.LLM_PARAM_INVALID
+        elif not found:
+            return LLMStatusCode.LLM_NOT_YET_LINK
+        tell = not force and (as_client or self.terms.cache_manager)
         result = LLMStatusCode.LLM_SUCCESS
         for link in found:
-            if not link.lock.acquire(blocking=False):
-                return LLMStatusCode.LLM_LINK_BUSY
-            try:
-                if not force and as_client and link.endpoint.alive():
-                    self._ask(link, Kind.UNLINK, deadline_ns)
-            except Gone:
-                # The other end went by itself, so there is nobody left to tell.
-                pass
-            except TimedOut as e:
-                get_logger().error("cluster %d was not told of the unlink: %s", request.cluster_id, e)
-                result = LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED
-            finally:
-                link.lock.release()
-            self._remove(link, "unlinked")
+            one = self._end(link, deadline_ns, tell=tell)
+            if one is LLMStatusCode.LLM_LINK_BUSY:
+                return one
+            result = one if result is LLMStatusCode.LLM_SUCCESS else result
         return result
+
+    def _end(self, link: Link, deadline_ns: int, *, tell: bool) -> LLMStatusCode:
+        """Remove a link between two transfers, and tell the peer."""
+        wait = control.remaining(deadline_ns) if self.terms.cache_manager else 0
+        if not link.lock.acquire(timeout=wait):
+            get_logger().error("cluster %d is not unlinked: a transfer is under way", link.cluster_id)
+            return LLMStatusCode.LLM_UNLINK_FAILED if self.terms.cache_manager else LLMStatusCode.LLM_LINK_BUSY
+        result = LLMStatusCode.LLM_SUCCESS
+        try:
+            if tell and link.endpoint.alive():
+                self._ask(link, Kind.UNLINK, deadline_ns)
+        except Gone:
+            # The other end went by itself, so there is nobody left to tell.
+            pass
+        except TimedOut as e:
+            get_logger().error("cluster %d was not told of the unlink: %s", link.cluster_id, e)
+            result = (
+                LLMStatusCode.LLM_UNLINK_FAILED
+                if self.terms.cache_manager
+                else LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED
+            )
+        finally:
+            link.lock.release()
+        self._remove(link, "unlinked")
+        return result
+
+    def end_comm(self, comm: str, deadline_ns: int) -> LLMStatusCode:
+        """Remove the links of a communicator locally."""
+        with self._lock:
+            found = [link for link in self._links.values() if link.comm == comm]
+        results = [self._end(link, deadline_ns, tell=False) for link in found]
+        return next((r for r in results if r is not LLMStatusCode.LLM_SUCCESS), LLMStatusCode.LLM_SUCCESS)
 
     def one_call(self) -> threading.Lock:
         """Give the lock that stands for the one link or unlink call at a time of KvCacheManager mode."""
@@ -593,8 +655,12 @@ class Links:
         with self._lock:
             for key in [k for k, v in self._links.items() if v is link]:
                 del self._links[key]
-            if self._clients.get(link.cluster_id) is link:
-                del self._clients[link.cluster_id]
+            route = self._routes.get(self._route(link), [])
+            if link in route:
+                # Readers look without the lock, so the list is replaced, not changed.
+                self._routes[self._route(link)] = [other for other in route if other is not link]
+            if not self._routes.get(self._route(link), True):
+                del self._routes[self._route(link)]
 
     def _remove(self, link: Link, reason: str) -> None:
         self._forget(link)
@@ -624,19 +690,46 @@ class Links:
         for link in broken[:-REMEMBERED] if len(broken) > REMEMBERED else []:
             self._remove(link, link.reason)
 
+    def proved_gone(self, slot: int) -> bool:
+        """Say whether the peer of a link slot has ended, so that it writes no more. Silence is no proof."""
+        with self._lock:
+            if slot in self._lingering:
+                return _has_ended(self._lingering[slot])
+            for link in self._links.values():
+                if link.my_slot == slot:
+                    return _has_ended(link.channel.pidfd)
+        # Nobody has it: it was given back, which needs a peer that had unpinned or ended.
+        return True
+
+    def _sweep(self) -> None:
+        """Give slots back whose last peer has unpinned or ended since. Under the lock."""
+        for slot, pidfd in list(self._lingering.items()):
+            if not self._board.is_pinned(slot) or _has_ended(pidfd):
+                del self._lingering[slot]
+                if pidfd >= 0:
+                    os.close(pidfd)
+                self._slots.append(slot)
+
     def _take_slot(self) -> tuple[int, int]:
         with self._lock:
+            self._sweep()
             if not self._slots:
                 raise Refused(LLMStatusCode.LLM_PARAM_INVALID, f"{MAX_LINKS} links are being made or stand already")
             slot, epoch = self._slots.popleft(), next(self._epochs)
+            self._board.unpin(slot)
         self._directory.open_link(slot, epoch)
         return slot, epoch
 
     def _close_slot(self, link: Link) -> None:
         with self._lock:
             slot, link.my_slot = link.my_slot, -1
-        if slot >= 0:
-            self._give_slot(slot)
+            if slot < 0:
+                return
+            self._directory.close_link(slot)
+            if self._board.is_pinned(slot) and not _has_ended(link.channel.pidfd):
+                self._lingering[slot] = os.dup(link.channel.pidfd) if link.channel.pidfd >= 0 else -1
+            else:
+                self._slots.append(slot)
 
     def _give_slot(self, slot: int) -> None:
         self._directory.close_link(slot)
@@ -668,20 +761,30 @@ class Links:
             link.channel.abandon()
 
 
+def _has_ended(pidfd: int) -> bool:
+    if pidfd < 0:
+        return False
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 class _Exclusive:
     """Holds a link during one operation."""
 
-    __slots__ = ("_link", "_links")
+    __slots__ = ("_deadline_ns", "_link", "_links")
 
-    def __init__(self, links: Links, link: Link) -> None:
-        self._links, self._link = links, link
+    def __init__(self, links: Links, link: Link, deadline_ns: int) -> None:
+        self._links, self._link, self._deadline_ns = links, link, deadline_ns
 
     def __enter__(self) -> Link:
         if not self._link.lock.acquire(blocking=False):
-            raise LLMException(
-                f"the link with cluster {self._link.cluster_id} is in use by another operation",
-                status_code=LLMStatusCode.LLM_LINK_BUSY,
-            )
+            wait = self._links.terms.cache_manager
+            if not (wait and self._link.lock.acquire(timeout=control.remaining(self._deadline_ns))):
+                raise LLMException(
+                    f"the link with cluster {self._link.cluster_id} is in use by another operation",
+                    status_code=LLMStatusCode.LLM_TIMEOUT if wait else LLMStatusCode.LLM_LINK_BUSY,
+                )
         if self._link.state is not State.READY:
             self._links.release(self._link)
             raise self._links.not_linked(self._link.cluster_id, self._link)

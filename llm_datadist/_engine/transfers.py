@@ -1,23 +1,24 @@
-"""Run a pull: find the source, check both sides, copy under a guard, and tell the owner what was taken.
+"""Move bytes between a local cache and one of a peer: pulls, pushes, and single layers of asynchronous transfers.
 
-Nothing here asks the peer's process for anything. What is found out about a source that stays (a blocks or prefix key)
-is kept with the link; the guard, not a message, tells when it no longer holds.
+A pull reads under a guard and looks at the guard again: what came is right, or is called wrong. A push pins the
+memory it writes to before it looks at the guard, since a check after the write could only report the damage. What is
+found out about a source that stays is kept with the link; the guard, not a message, tells when it no longer holds.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from llm_datadist._engine import codes
+from llm_datadist._engine import codes, paths
 from llm_datadist._engine.caches import Cache, Caches
-from llm_datadist._engine.directory import BLOCKS, CACHE, PREFIX, REQUEST, Entry, Key, Record, Unreadable
+from llm_datadist._engine.directory import BLOCKS, PREFIX, Key, Record, Unreadable
 from llm_datadist._engine.layout import Layers, check_span, pair_tensors, select
 from llm_datadist._engine.links import Link, Links
-from llm_datadist._kernels import words
+from llm_datadist._engine.paths import AddressTable, Found, Path, Rules
 from llm_datadist._kernels.hostcopy import Guard
-from llm_datadist._kernels.runs import Bases, Indices, Plan, Runs, block_runs, span_runs
+from llm_datadist._kernels.runs import Bases, Indices, Plan, Runs, block_runs, chunk_runs, span_runs
 from llm_datadist.backend import BackendError, Failure
 from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
 
@@ -27,28 +28,16 @@ __all__ = ["Transfers"]
 KEPT = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Path:
-    """One source and one destination, checked against each other, ready to be copied."""
-
-    key: Key
-    record: Record
-    slot: int
-    bases: Bases
-    guard: Guard
-    source_tensors: range
-    #: The request key that a pull spends, if any.
-    spends: Entry | None
-
-
 class Transfers:
-    """Pulls of one engine. Thread-safe; two operations on one link are refused."""
+    """Transfers of one engine. Thread-safe; operations on one link exclude each other."""
 
-    def __init__(self, caches: Caches, links: Links, timeout_ms: int, cache_manager: bool) -> None:
+    def __init__(self, caches: Caches, links: Links, timeout_ms: int, rules: Rules) -> None:
         self._caches = caches
         self._links = links
         self._timeout_ms = timeout_ms
-        self._cache_manager = cache_manager
+        self._rules = rules
+
+    # ------------------------------------------------------------------ pulls
 
     def pull_blocks(
         self, cluster_id: int, key: Key, cache_id: int, source: Indices, destination: Indices, layers: Layers
@@ -56,26 +45,17 @@ class Transfers:
         """Pull blocks of a peer's blocks cache into blocks (or slots) of a local cache."""
         cache = self._caches.begin(cache_id)
         try:
-            self._check_local(cache, layers)
             here = cache.geometry
-            if destination.maximum >= here.slots:
-                raise ParamInvalid(
-                    f"destination block {destination.maximum} is not below {here.slots}, the blocks of cache {cache.id}"
-                )
+            select("dst_layer_range", layers.destination, layers.per_layer, here.num_tensors)
+            check_index("destination block", destination.maximum, here.slots, f"the blocks of cache {cache.id}")
 
-            def runs(record: Record, slot: int) -> Runs:
-                if record.stride != here.stride:
-                    raise ParamInvalid(
-                        f"a source block has {record.stride} bytes, a destination block {here.stride}; "
-                        "they must be equal"
-                    )
-                if source.maximum >= record.slots:
-                    raise ParamInvalid(
-                        f"source block {source.maximum} is not below {record.slots}, the blocks of the source cache"
-                    )
+            def runs(found: Found) -> Runs:
+                record = found.record
+                check_equal_blocks(record.stride, here.stride)
+                check_index("source block", source.maximum, record.slots, "the blocks of the source cache")
                 return block_runs(source, destination, record.slots, here.slots, here.stride)
 
-            self._pull(cluster_id, key, 0, cache, layers, runs, spend=False)
+            self._pull(cluster_id, key, 0, cache, layers, runs, spend=False, blocks=True)
         finally:
             self._caches.end(cache)
 
@@ -96,28 +76,41 @@ class Transfers:
         cache = self._caches.begin(cache_id)
         try:
             here = cache.geometry
-            if batch_index >= here.slots:
-                raise ParamInvalid(
-                    f"batch_index is {batch_index}, allowed are 0 to {here.slots - 1}, the slots of cache {cache.id}"
-                )
+            check_index("batch_index", batch_index, here.slots, f"the batch slots of cache {cache.id}")
             nbytes = size if size > 0 else here.stride - do
             if nbytes <= 0:
-                raise ParamInvalid(f"dst_cache_offset is {do}, allowed is 0 to {here.stride - 1}")
+                raise ParamInvalid(f"dst_cache_offset is {do}, allowed are 0 to {here.stride - 1}")
             check_span("destination", "dst_cache_offset", do, nbytes, here.stride)
-            self._check_local(cache, layers)
+            select("dst_layer_range", layers.destination, layers.per_layer, here.num_tensors)
 
-            def runs(record: Record, slot: int) -> Runs:
-                check_span("source", "src_cache_offset", so, nbytes, record.stride)
-                return span_runs(slot * record.stride + so, batch_index * here.stride + do, nbytes)
+            def runs(found: Found) -> Runs:
+                stride = found.record.stride
+                check_span("source", "src_cache_offset", so, nbytes, stride)
+                return span_runs(found.slot * stride + so, batch_index * here.stride + do, nbytes)
 
             with_offset = source_offset is not None or destination_offset is not None
-            self._pull(cluster_id, key, slot, cache, layers, runs, spend=not with_offset)
+            self._pull(cluster_id, key, slot, cache, layers, runs, spend=not with_offset, blocks=False)
         finally:
             self._caches.end(cache)
 
-    @staticmethod
-    def _check_local(cache: Cache, layers: Layers) -> None:
-        select("dst_layer_range", layers.destination, layers.per_layer, cache.geometry.num_tensors)
+    def pull_slot_into_blocks(
+        self, cluster_id: int, key: Key, slot: int, cache_id: int, destination: Indices, layers: Layers
+    ) -> None:
+        """Pull one batch slot, cut into chunks of a block, into blocks of a local cache."""
+        cache = self._caches.begin(cache_id)
+        try:
+            here = cache.geometry
+            select("dst_layer_range", layers.destination, layers.per_layer, here.num_tensors)
+            check_index("destination block", destination.maximum, here.slots, f"the blocks of cache {cache.id}")
+
+            def runs(found: Found) -> Runs:
+                stride = found.record.stride
+                check_chunks(stride, here.stride, len(destination))
+                return chunk_runs(destination, here.slots, here.stride, found.slot * stride, stride)
+
+            self._pull(cluster_id, key, slot, cache, layers, runs, spend=True, blocks=False, same_form=False)
+        finally:
+            self._caches.end(cache)
 
     def _pull(
         self,
@@ -126,125 +119,244 @@ class Transfers:
         slot: int,
         cache: Cache,
         layers: Layers,
-        runs: Callable[[Record, int], Runs],
+        runs: Callable[[Found], Runs],
         *,
         spend: bool,
+        blocks: bool,
+        same_form: bool = True,
     ) -> None:
-        link = self._links.client(cluster_id)
-        with self._links.exclusive(link):
-            deadline_ns = time.monotonic_ns() + self._timeout_ms * 1_000_000
+        link = self._links.to(cluster_id)
+        deadline_ns = time.monotonic_ns() + self._timeout_ms * 1_000_000
+        with self._links.exclusive(link, deadline_ns), self._translated(link, paths.describe(key, slot)):
             token = (key, cache.id, layers)
-            try:
-                while True:
-                    path: Path = link.kept.get(token) or self._resolve(link, key, slot, cache, layers, deadline_ns)
-                    plan = Plan(path.bases, runs(path.record, path.slot))
-                    try:
-                        link.endpoint.read(plan, path.guard, deadline_ns)
-                        break
-                    except BackendError as e:
-                        link.kept.pop(token, None)
-                        if e.kind is not Failure.STALE or words.load(link.guard_word[0]) != link.peer_epoch:
-                            raise
-                        # Only what was known of the source is out of date: look again, until the deadline.
-                        if time.monotonic_ns() > deadline_ns:
-                            raise BackendError(Failure.TIMED_OUT, "the source kept changing") from e
-            except BackendError as e:
-                raise self._failed(link, e, self._describe(key, slot)) from e
-            except Unreadable as e:
-                link.break_(str(e))
-                raise self._links.not_linked(cluster_id, link) from e
-            if path.key.kind in (BLOCKS, PREFIX):
-                if len(link.kept) >= KEPT:
-                    link.kept.clear()
-                link.kept[token] = path
-            if spend and path.spends is not None:
-                if len(path.source_tensors) == path.record.num_tensors:
-                    link.board.spend(path.spends)
+            while True:
+                path: Path | None = link.kept.get(token)
+                if path is None:
+                    found = paths.find(link, key, slot, deadline_ns)
+                    if self._rules.cache_manager:
+                        paths.check_form(found, blocks=blocks)
+                    path = paths.pull_path(link, found, cache, layers, self._rules, same_form=same_form)
+                    if key.kind in (BLOCKS, PREFIX):
+                        self._keep(link, token, path)
+                plan = Plan(path.bases, runs(path.found))
+                try:
+                    link.endpoint.read(plan, path.guard, deadline_ns, path.route)
+                    break
+                except BackendError as e:
+                    link.kept.pop(token, None)
+                    self._look_again(link, e, deadline_ns)
+            found = path.found
+            if spend and found.spends is not None and not self._rules.remote_accessible:
+                if len(path.source_tensors) == found.record.num_tensors:
+                    link.board.spend(found.spends)
                 else:
-                    link.board.spend_tensors(path.spends, path.source_tensors, path.record.num_tensors)
-
-    def _resolve(self, link: Link, key: Key, slot: int, cache: Cache, layers: Layers, deadline_ns: int) -> Path:
-        entry = link.directory.find(key, deadline_ns)
-        record = link.directory.record(entry) if entry is not None else None
-        if entry is None or record is None:
-            if not link.usable() or words.load(link.guard_word[0]) != link.peer_epoch:
-                raise BackendError(Failure.PEER_GONE, "the peer has gone, or dropped the link")
-            raise self._absent(key, slot)
-        spends = entry if key.kind == REQUEST else None
-        if key.kind == CACHE:
-            if slot >= record.slots or not self._lives(link, entry, record):
-                raise self._absent(key, slot)
-            bound = link.directory.entry_of_slot(record, slot)
-            spends = bound[1] if bound is not None and bound[0] == REQUEST else None
-        elif key.kind == REQUEST and link.board.is_spent(entry):
-            raise self._absent(key, slot)
-        elif key.kind != BLOCKS:
-            slot = entry.slot
-        if slot >= record.slots:
-            raise Unreadable(f"an entry names slot {slot} of a cache of {record.slots}")
-        if record.devices != len(cache.addresses):
-            raise ParamInvalid(
-                f"the source cache lies on {record.devices} devices, the destination on {len(cache.addresses)}"
-            )
-        source = select("src_layer_range", layers.source, layers.per_layer, record.num_tensors)
-        here = cache.geometry.num_tensors
-        destination = select("dst_layer_range", layers.destination, layers.per_layer, here)
-        pair_tensors(source, destination)
-        endpoint, n = link.endpoint, record.num_tensors
-        source_bases: list[int] = []
-        destination_bases: list[int] = []
-        try:
-            for device in range(record.devices):
-                for i in source:
-                    region, offset = record.tensors[device * n + i]
-                    source_bases.append(endpoint.locate(region, offset, record.tensor_bytes))
-                    endpoint.populate(region, offset, record.tensor_bytes)
-                destination_bases += [cache.addresses[device][i] for i in destination]
-        except BackendError as e:
-            raise Unreadable(f"a record of the peer's directory is wrong: {e.text}") from e
-        guard = [link.guard_word, (link.directory.record_word(entry), record.generation)]
-        if key.kind != CACHE:
-            guard.append((link.directory.entry_word(entry), entry.generation))
-        return Path(key, record, slot, Bases(source_bases, destination_bases), Guard(guard), source, spends)
+                    link.board.spend_tensors(found.spends, path.source_tensors, found.record.num_tensors)
 
     @staticmethod
-    def _lives(link: Link, entry: Entry, record: Record) -> bool:
-        """Say whether a cache named by its id is still there: by its handle, or by a key that nobody has spent."""
-        if not entry.tags:
-            return True
-        for slot in range(len(record.keys)):
-            bound = link.directory.entry_of_slot(record, slot)
-            if bound is not None and not (bound[0] == REQUEST and link.board.is_spent(bound[1])):
-                return True
-        return False
+    def _keep(link: Link, token: object, path: Path) -> None:
+        if len(link.kept) >= KEPT:
+            link.kept.clear()
+        link.kept[token] = path  # type: ignore[index]
 
-    def _failed(self, link: Link, error: BackendError, source: str) -> LLMException:
+    # ------------------------------------------------------------------ pushes
+
+    def push_slot(
+        self, cluster_id: int, key: Key, slot: int, cache_id: int, batch_index: int, layers: Sequence[tuple[int, int]], n: int
+    ) -> None:
+        """Push one batch slot, layer after layer. ``layers`` are (source, destination) pairs of ``n`` tensors each."""
+        cache = self._caches.begin(cache_id)
+        try:
+            here = cache.geometry
+            check_index("src_batch_index", batch_index, here.slots, f"the batch slots of cache {cache.id}")
+
+            def runs(found: Found) -> Runs:
+                stride = found.record.stride
+                check_index("batch_index of dst_cache_key", slot, found.record.slots, "the peer's batch slots")
+                check_room(here.stride, stride)
+                return span_runs(batch_index * here.stride, slot * stride, here.stride)
+
+            for source, destination in layers:
+                self.write_layer(
+                    cluster_id, key, cache, range(source * n, source * n + n), destination * n, runs, blocks=False
+                )
+        finally:
+            self._caches.end(cache)
+
+    def push_blocks(
+        self,
+        cluster_id: int,
+        key: Key,
+        cache_id: int,
+        source: Indices,
+        destination: Indices,
+        layers: Sequence[tuple[int, int]],
+        n: int,
+    ) -> None:
+        """Push blocks, layer after layer."""
+        cache = self._caches.begin(cache_id)
+        try:
+            here = cache.geometry
+            check_index("source block", source.maximum, here.slots, f"the blocks of cache {cache.id}")
+
+            def runs(found: Found) -> Runs:
+                record = found.record
+                check_equal_blocks(here.stride, record.stride)
+                check_index("destination block", destination.maximum, record.slots, "the peer's blocks")
+                return block_runs(source, destination, here.slots, record.slots, here.stride)
+
+            for from_, to in layers:
+                self.write_layer(cluster_id, key, cache, range(from_ * n, from_ * n + n), to * n, runs, blocks=True)
+        finally:
+            self._caches.end(cache)
+
+    def write_layer(
+        self,
+        cluster_id: int,
+        key: Key,
+        cache: Cache,
+        source: range,
+        first_destination: int,
+        runs: Callable[[Found], Runs],
+        *,
+        blocks: bool,
+    ) -> None:
+        """Write some tensors of a local cache into consecutive tensors of the cache that a key names."""
+        link = self._links.to(cluster_id)
+        deadline_ns = time.monotonic_ns() + self._timeout_ms * 1_000_000
+        with self._links.exclusive(link, deadline_ns), self._translated(link, paths.describe(key, 0)):
+            select_tensors("source", source, cache.geometry.num_tensors)
+            while True:
+                found = paths.find(link, key, 0, deadline_ns)
+                paths.check_form(found, blocks=blocks)
+                paths.check_access(self._rules, cache, found.record, pull=False, same_form=True)
+                destination = range(first_destination, first_destination + len(source))
+                select_tensors("destination", destination, found.record.num_tensors)
+                pair_tensors(source, destination)
+                remote, route = paths.remote_bases(link, found.record, destination)
+                local = [addresses[i] for addresses in cache.addresses for i in source]
+                plan = Plan(Bases(local, remote), runs(found))
+                try:
+                    self._write(link, found.record, plan, found.guard(link), deadline_ns, route)
+                    return
+                except BackendError as e:
+                    self._look_again(link, e, deadline_ns)
+
+    def write_addresses(
+        self,
+        cluster_id: int,
+        cache: Cache,
+        source: range,
+        addresses: Sequence[int],
+        nbytes: int,
+        runs: Callable[[int], Runs],
+    ) -> None:
+        """Write tensors of a local cache to addresses of a peer, ``nbytes`` at least from each.
+
+        ``runs`` is given the bytes from the address to the end of the tensor that it lies in.
+        """
+        link = self._links.to(cluster_id, accepted=not self._rules.cache_manager)
+        deadline_ns = time.monotonic_ns() + self._timeout_ms * 1_000_000
+        with self._links.exclusive(link, deadline_ns), self._translated(link, f"address {addresses[0]:#x}"):
+            for i, address in zip(source, addresses, strict=True):
+                while True:
+                    table = AddressTable.of(link, deadline_ns)
+                    try:
+                        found, place, room = table.locate(link, address, nbytes)
+                    except ParamInvalid:
+                        paths.require_epoch(link)
+                        raise
+                    plan = Plan(Bases([cache.addresses[0][i]], [place.base]), runs(room))
+                    try:
+                        self._write(link, found.record, plan, found.guard(link), deadline_ns, place.route)
+                        break
+                    except BackendError as e:
+                        link.kept.pop(AddressTable, None)
+                        self._look_again(link, e, deadline_ns)
+
+    def _write(
+        self, link: Link, record: Record, plan: Plan, guard: Guard, deadline_ns: int, route: int
+    ) -> None:
+        link.board.pin(link.peer_slot, record.generation)
+        try:
+            link.endpoint.write(plan, guard, deadline_ns, route)
+        finally:
+            link.board.unpin(link.peer_slot)
+
+    # ------------------------------------------------------------------ failures
+
+    def _look_again(self, link: Link, error: BackendError, deadline_ns: int) -> None:
+        """Return if only what was known of the peer is out of date, and there is time to look again; else raise."""
+        if error.kind is not Failure.STALE:
+            raise error
+        paths.require_epoch(link)
+        if time.monotonic_ns() > deadline_ns:
+            raise BackendError(Failure.TIMED_OUT, "the peer's cache kept changing") from error
+
+    @contextmanager
+    def _translated(self, link: Link, what: str) -> Iterator[None]:
+        """Turn a backend's failure on a link into what the user gets, and break the link where it must be."""
+        try:
+            yield
+        except BackendError as e:
+            raise self._failed(link, e, what) from e
+        except Unreadable as e:
+            link.break_(str(e))
+            raise self._links.not_linked(link.cluster_id, link) from e
+
+    def _failed(self, link: Link, error: BackendError, what: str) -> LLMException:
         if error.kind is Failure.TIMED_OUT:
             link.break_(f"a transfer exceeded {self._timeout_ms} ms (timed out)")
             return LLMException(
-                f"{source} from cluster {link.cluster_id} took more than the sync_kv_timeout of {self._timeout_ms} ms; "
-                "the destination may be partly written; link the cluster again",
-                status_code=codes.timeout_code(self._cache_manager),
+                f"the transfer of {what} with cluster {link.cluster_id} took more than the sync_kv_timeout of "
+                f"{self._timeout_ms} ms; the destination may be partly written; link the cluster again",
+                status_code=codes.timeout_code(self._rules.cache_manager),
             )
-        if not link.usable() or words.load(link.guard_word[0]) != link.peer_epoch:
+        try:
+            paths.require_epoch(link)
+        except BackendError:
             link.break_("the peer has dropped the link or was finalized (peer gone)")
             return self._links.not_linked(link.cluster_id, link)
         if error.kind in (Failure.STALE, Failure.TORN):
             return LLMException(
-                f"{source} of cluster {link.cluster_id} was released or removed during the pull; "
+                f"{what} of cluster {link.cluster_id} was released or removed during the transfer; "
                 "the content of the destination is undefined",
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
-        return codes.exception_of(error, self._cache_manager)
+        return codes.exception_of(error, self._rules.cache_manager)
 
-    def _absent(self, key: Key, slot: int) -> LLMException:
-        return LLMException(
-            f"{self._describe(key, slot)} does not exist on the peer: never bound, pulled already, or removed",
-            status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+
+# ---------------------------------------------------------------------- checks that both directions share
+
+
+def check_index(name: str, index: int, count: int, of: str) -> None:
+    """Check an index against a count."""
+    if index >= count:
+        raise ParamInvalid(f"{name} is {index}, allowed are 0 to {count - 1}, {of}")
+
+
+def check_equal_blocks(source: int, destination: int) -> None:
+    """Check that blocks have one size on both sides."""
+    if source != destination:
+        raise ParamInvalid(f"a source block has {source} bytes, a destination block {destination}; they must be equal")
+
+
+def check_chunks(slot_bytes: int, block_bytes: int, count: int) -> None:
+    """Check that so many chunks of a block can be cut from a slot."""
+    most = -(-slot_bytes // block_bytes)
+    if block_bytes > slot_bytes or count > most:
+        raise ParamInvalid(
+            f"{count} chunks of {block_bytes} bytes are wanted from a slot of {slot_bytes} bytes, allowed are "
+            f"{most if block_bytes <= slot_bytes else 0}"
         )
 
-    @staticmethod
-    def _describe(key: Key, slot: int) -> str:
-        if key.kind == CACHE:
-            return f"cache {key.ident} slot {slot}"
-        return Caches.describe(key)
+
+def check_room(nbytes: int, stride: int) -> None:
+    """Check that a slot fits into another."""
+    if nbytes > stride:
+        raise ParamInvalid(f"a source slot has {nbytes} bytes, the destination slot only {stride}")
+
+
+def select_tensors(side: str, tensors: range, total: int) -> None:
+    """Check tensor indices against a cache's total."""
+    if tensors.stop > total:
+        raise ParamInvalid(f"the {side} layer needs tensors up to {tensors.stop - 1}, that cache has {total}")

@@ -1,0 +1,255 @@
+"""Find what a key or an address of a peer stands for, and check it against a local cache.
+
+What comes out is ready to be copied: base addresses of tensor pairs, and the words that guard them. Nothing here asks the
+peer's process for anything, and nothing that it published is trusted further than its own memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llm_datadist._engine.caches import Cache, Caches
+from llm_datadist._engine.directory import (
+    BLOCKS,
+    CACHE,
+    F_ACCESSIBLE,
+    F_BLOCKS,
+    F_HOST,
+    F_POOLED,
+    F_REGISTERED,
+    REQUEST,
+    Entry,
+    Key,
+    Record,
+    Unreadable,
+)
+from llm_datadist._engine.layout import Layers, pair_tensors, select
+from llm_datadist._engine.links import Link
+from llm_datadist._kernels import words
+from llm_datadist._kernels.hostcopy import Guard
+from llm_datadist._kernels.runs import Bases
+from llm_datadist.backend import BackendError, Failure, MemoryKind, Place
+from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
+
+__all__ = ["AddressTable", "Found", "Path", "Rules", "absent", "describe", "find", "pull_path", "require_epoch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the manager's mode allows."""
+
+    cache_manager: bool
+    remote_accessible: bool
+    device_pool: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A cache of a peer, and the slot that a key names in it."""
+
+    key: Key
+    entry: Entry
+    record: Record
+    slot: int
+    #: The request key that a full pull spends, if any.
+    spends: Entry | None
+
+    def guard(self, link: Link) -> Guard:
+        """Give the words that must not change while this is copied."""
+        pairs = [link.guard_word, (link.directory.record_word(self.entry), self.record.generation)]
+        if self.key.kind != CACHE:
+            pairs.append((link.directory.entry_word(self.entry), self.entry.generation))
+        return Guard(pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """One source and one destination, checked against each other."""
+
+    found: Found
+    bases: Bases
+    route: int
+    guard: Guard
+    #: Which tensors of the source take part.
+    source_tensors: range
+
+
+def describe(key: Key, slot: int) -> str:
+    """Name a source in a message."""
+    return f"cache {key.ident} slot {slot}" if key.kind == CACHE else Caches.describe(key)
+
+
+def absent(key: Key, slot: int) -> LLMException:
+    """Make the exception for a key that stands for nothing."""
+    return LLMException(
+        f"{describe(key, slot)} does not exist on the peer: never bound, pulled already, or removed",
+        status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+    )
+
+
+def require_epoch(link: Link) -> None:
+    """Tell a peer that has gone or dropped the link from one that lacks a key."""
+    if not link.usable() or words.load(link.guard_word[0]) != link.peer_epoch:
+        raise BackendError(Failure.PEER_GONE, "the peer has gone, or dropped the link")
+
+
+def find(link: Link, key: Key, slot: int, deadline_ns: int) -> Found:
+    """Look a key up on the peer. ``slot`` counts only for a cache id.
+
+    Raises
+    ------
+    LLMException
+        KV_CACHE_NOT_EXIST.
+    BackendError
+        PEER_GONE.
+    """
+    entry = link.directory.find(key, deadline_ns)
+    record = link.directory.record(entry) if entry is not None else None
+    if entry is None or record is None:
+        require_epoch(link)
+        raise absent(key, slot)
+    spends = None
+    if key.kind == CACHE:
+        if not _lives(link, entry, record):
+            raise absent(key, slot)
+        bound = link.directory.entry_of_slot(record, slot)
+        if bound is not None and bound[0] == REQUEST:
+            spends = bound[1]
+    elif key.kind == REQUEST:
+        if link.board.is_spent(entry):
+            raise absent(key, slot)
+        spends = entry
+    if key.kind not in (CACHE, BLOCKS):
+        slot = entry.slot
+        if slot >= record.slots:
+            raise Unreadable(f"an entry names slot {slot} of a cache of {record.slots}")
+    if record.flags & F_REGISTERED:
+        spends = None
+    return Found(key, entry, record, slot, spends)
+
+
+def _lives(link: Link, entry: Entry, record: Record) -> bool:
+    """Say whether a cache named by its id is still there: by its handle, or by a key that nobody has spent."""
+    if not entry.tags:
+        return True
+    for slot in range(len(record.keys)):
+        bound = link.directory.entry_of_slot(record, slot)
+        if bound is not None and not (bound[0] == REQUEST and link.board.is_spent(bound[1])):
+            return True
+    return False
+
+
+def check_access(rules: Rules, cache: Cache, record: Record, *, pull: bool, same_form: bool) -> None:
+    """Check placement and remote accessibility of both sides."""
+    if record.devices != len(cache.addresses):
+        raise ParamInvalid(
+            f"the peer's cache lies on {record.devices} devices, the local one on {len(cache.addresses)}"
+        )
+    if not rules.cache_manager:
+        return
+    if rules.remote_accessible and not (cache.accessible and record.flags & F_ACCESSIBLE):
+        raise ParamInvalid(
+            f"cache {cache.id if not cache.accessible else record.cache_id} is not remote accessible: "
+            "register it with remote_accessible=True before linking"
+        )
+    local_host, remote_host = cache.geometry.kind is MemoryKind.HOST, bool(record.flags & F_HOST)
+    source_host, destination_host = (remote_host, local_host) if pull else (local_host, remote_host)
+    if source_host and destination_host:
+        raise LLMException(
+            "transfers from HOST to HOST do not exist", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+        )
+    if source_host and not same_form:
+        raise ParamInvalid("from HOST to DEVICE, cache to blocks does not exist: use two caches or two blocks caches")
+    if (local_host and not rules.device_pool) or (remote_host and not record.flags & F_POOLED):
+        raise ParamInvalid("the side with the HOST cache needs a device pool: set llm.MemPoolConfig there")
+
+
+def pull_path(
+    link: Link, found: Found, cache: Cache, layers: Layers, rules: Rules, *, same_form: bool = True
+) -> Path:
+    """Pair the tensors of a source with those of a local destination."""
+    record = found.record
+    if found.key.kind == CACHE and found.slot >= record.slots:
+        raise absent(found.key, found.slot)
+    check_access(rules, cache, record, pull=True, same_form=same_form)
+    source = select("src_layer_range", layers.source, layers.per_layer, record.num_tensors)
+    destination = select("dst_layer_range", layers.destination, layers.per_layer, cache.geometry.num_tensors)
+    pair_tensors(source, destination)
+    remote, route = remote_bases(link, record, source)
+    local = [addresses[i] for addresses in cache.addresses for i in destination]
+    return Path(found, Bases(remote, local), route, found.guard(link), source)
+
+
+def remote_bases(link: Link, record: Record, tensors: Sequence[int]) -> tuple[list[int], int]:
+    """Give plan bases of tensors of a peer's cache, device after device, and the route to them."""
+    bases: list[int] = []
+    routes: set[int] = set()
+    try:
+        for device in range(record.devices):
+            for i in tensors:
+                region, offset = record.tensors[device * record.num_tensors + i]
+                place = link.endpoint.locate(region, offset, record.tensor_bytes)
+                link.endpoint.populate(region, offset, record.tensor_bytes)
+                bases.append(place.base)
+                routes.add(place.route)
+    except BackendError as e:
+        if e.kind is not Failure.INVALID:
+            raise
+        raise Unreadable(f"a record of the peer's directory is wrong: {e.text}") from e
+    if len(routes) != 1:
+        raise Unreadable("the tensors of one cache of the peer are reached in different ways")
+    return bases, routes.pop()
+
+
+def check_form(found: Found, *, blocks: bool) -> None:
+    """Check that a source or target of CacheManager mode is (not) a blocks cache."""
+    if bool(found.record.flags & F_BLOCKS) is not blocks:
+        raise ParamInvalid(
+            f"{describe(found.key, found.slot)} of the peer is {'not ' if blocks else ''}a blocks cache, "
+            f"which this call {'needs' if blocks else 'does not take'}"
+        )
+
+
+class AddressTable:
+    """A snapshot of where a peer's tensors lie in its own address space."""
+
+    def __init__(self, link: Link, deadline_ns: int) -> None:
+        self.version = link.directory.table_version()
+        ranges: list[tuple[int, int, Entry, Record]] = []
+        for entry in link.directory.caches(deadline_ns):
+            record = link.directory.record(entry)
+            if record is None:
+                continue
+            for position, (region, offset) in enumerate(record.tensors):
+                try:
+                    start = link.endpoint.address_of(region, offset)
+                except BackendError as e:
+                    raise Unreadable(f"a record of the peer's directory is wrong: {e.text}") from e
+                ranges.append((start, position, entry, record))
+        ranges.sort(key=lambda item: item[0])
+        self._ranges = ranges
+        self._starts = [item[0] for item in ranges]
+
+    @staticmethod
+    def of(link: Link, deadline_ns: int) -> AddressTable:
+        """Give the table of a link, read anew if a cache has come or gone."""
+        table: AddressTable | None = link.kept.get(AddressTable)
+        if table is None or table.version != link.directory.table_version():
+            table = link.kept[AddressTable] = AddressTable(link, deadline_ns)
+        return table
+
+    def locate(self, link: Link, address: int, nbytes: int) -> tuple[Found, Place, int]:
+        """Give the cache whose tensor holds a range of addresses, its place, and the bytes from it to the tensor's end."""
+        at = bisect_right(self._starts, address) - 1
+        if at >= 0:
+            start, position, entry, record = self._ranges[at]
+            room = start + record.tensor_bytes - address
+            if nbytes <= room:
+                region, offset = record.tensors[position]
+                place = link.endpoint.locate(region, offset + address - start, nbytes)
+                return Found(Key(CACHE, record.cache_id, 0), entry, record, 0, None), place, room
+        raise ParamInvalid(
+            f"{nbytes} bytes at address {address:#x} do not lie inside one tensor of cluster {link.cluster_id}"
+        )
