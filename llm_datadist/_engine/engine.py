@@ -7,15 +7,18 @@ import resource
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from llm_datadist._engine import codes, forks
 from llm_datadist._engine.board import Board
 from llm_datadist._engine.caches import Caches, Pool
+from llm_datadist._engine.communicators import Communicators
 from llm_datadist._engine.control import Service
+from llm_datadist._engine.copies import Copies
 from llm_datadist._engine.directory import Directory
 from llm_datadist._engine.links import LinkRequest, Links, Terms
+from llm_datadist._engine.paths import Rules
 from llm_datadist._engine.space import Space
 from llm_datadist._engine.transfers import Transfers
 from llm_datadist._log import get_logger
@@ -24,6 +27,7 @@ from llm_datadist.backend import BackendError, MemoryKind
 from llm_datadist.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
+    from llm_datadist._addresses import Address
     from llm_datadist.configs import EngineConfig
 
 __all__ = ["Engine"]
@@ -48,7 +52,7 @@ class Engine:
         Who holds memory and moves bytes; opened and closed by the engine.
     """
 
-    def __init__(self, config: EngineConfig, backend: _Backend) -> None:
+    def __init__(self, config: EngineConfig, backend: Backend) -> None:
         self.config = config
         self.backend = backend
         self.closed: str | None = None
@@ -75,18 +79,43 @@ class Engine:
                 config.remote_accessible,
                 len(config.devices),
             )
-            self.links = Links(backend, self._directory, terms, config.namespace, self._service)
+            self.links = Links(backend, self._directory, board, terms, config.namespace, self._service)
+            self.caches.proved_gone = self.links.proved_gone
             self.links.listen(config.listen)
-            self.transfers = Transfers(self.caches, self.links, config.sync_timeout_ms, config.cache_manager)
+            self.communicators = Communicators(
+                self.links,
+                self._service,
+                config.namespace,
+                config.cluster_id,
+                config.link_total_time_s,
+                config.loopback,
+            )
+            rules = Rules(config.cache_manager, config.remote_accessible, config.device_pool is not None)
+            self.transfers = Transfers(self.caches, self.links, config.sync_timeout_ms, rules)
+            self.copies = Copies(backend, self.caches, config.cache_manager)
             undo.pop_all()
         forks.watch(self)
 
     def _reserve_pools(self) -> list[Pool]:
+        if self.config.cache_manager:
+            return self._reserve_paged_pools()
         pools = []
         for device in self.config.devices:
-            region = self.backend.reserve(device, self.config.memory_limit, MemoryKind.DEVICE)
+            region = self.backend.reserve(device, None, MemoryKind.DEVICE)
             limit = region.nbytes if self.config.memory_limit is None else self.config.memory_limit
             pools.append(Pool(region, Space(region.nbytes, TENSOR_ALIGNMENT), limit))
+        return pools
+
+    def _reserve_paged_pools(self) -> list[Pool]:
+        pools = []
+        for pool, kind in (
+            (self.config.device_pool, MemoryKind.DEVICE),
+            (self.config.host_pool, MemoryKind.HOST),
+        ):
+            if pool is not None:
+                region = self.backend.reserve(self.config.devices[0], pool.memory_size, kind)
+                space = Space(pool.memory_size, 1 << pool.page_shift)
+                pools.append(Pool(region, space, space.nbytes))
         return pools
 
     # ------------------------------------------------------------------ links
@@ -94,7 +123,10 @@ class Engine:
     def link_clusters(
         self, requests: Sequence[LinkRequest], timeout_ms: int
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Link to prompt clusters (KvCacheManager mode)."""
+        """Link to clusters: prompts in KvCacheManager mode, anyone who listens in CacheManager mode."""
+        if self.config.cache_manager:
+            results = self._each(requests, lambda fitting: self.links.link(fitting, timeout_ms), self._may_link)
+            return _last_failure(results, requests), results
         refusal = self._check_requests(requests)
         if refusal is not None:
             return refusal, []
@@ -116,7 +148,14 @@ class Engine:
     def unlink_clusters(
         self, requests: Sequence[LinkRequest], timeout_ms: int, force: bool, *, as_client: bool
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Unlink clusters (KvCacheManager mode)."""
+        """Unlink clusters."""
+        if self.config.cache_manager:
+            results = self._each(
+                requests,
+                lambda fitting: self.links.unlink(fitting, timeout_ms, force, as_client=True),
+                lambda request: force or len(request.remote) <= 1,
+            )
+            return _last_failure(results, requests), results
         refusal = self._check_requests(requests)
         if refusal is not None:
             return refusal, []
@@ -128,6 +167,19 @@ class Engine:
             self.links.one_call().release()
         failed = any(r not in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_NOT_YET_LINK) for r in results)
         return (LLMStatusCode.LLM_UNLINK_FAILED if failed else LLMStatusCode.LLM_SUCCESS), results
+
+    def _may_link(self, request: LinkRequest) -> bool:
+        return len(request.remote) == 1 and (bool(self.config.local_comm_res) or len(request.local) == 1)
+
+    @staticmethod
+    def _each(
+        requests: Sequence[LinkRequest],
+        run: Callable[[Sequence[LinkRequest]], list[LLMStatusCode]],
+        fits: Callable[[LinkRequest], bool],
+    ) -> list[LLMStatusCode]:
+        """Run the requests whose addresses fit; the others are PARAM_INVALID."""
+        results = iter(run([request for request in requests if fits(request)]))
+        return [next(results) if fits(request) else LLMStatusCode.LLM_PARAM_INVALID for request in requests]
 
     def _check_requests(self, requests: Sequence[LinkRequest]) -> LLMStatusCode | None:
         devices = len(self.config.devices)
@@ -157,6 +209,14 @@ class Engine:
         """Ask a linked prompt cluster for a sign of life."""
         self.links.check(cluster_id, self.config.sync_timeout_ms)
 
+    def listen_instead(self, addresses: Sequence[Address]) -> None:
+        """Change where this engine listens, which needs that no link stands."""
+        if self.links.any_live():
+            raise LLMException(
+                "links stand: unlink all clusters before switch_role", status_code=LLMStatusCode.LLM_EXIST_LINK
+            )
+        self.links.listen_instead(addresses)
+
     # ------------------------------------------------------------------ the end
 
     def require_open(self) -> None:
@@ -172,8 +232,9 @@ class Engine:
             self.closed = "the engine was finalized"
         deadline_ns = time.monotonic_ns() + CLOSE_NS
         self._directory.close()
+        self.communicators.close()
         self.links.close(deadline_ns)
-        left = self.caches.close()
+        left = self.caches.close(deadline_ns)
         if left is not None:
             get_logger().info("at finalize %s", left)
         if not self._service.stop(deadline_ns):
@@ -187,6 +248,14 @@ class Engine:
             self.links.abandon()
             self._service.abandon()
             self.backend.abandon()
+
+
+def _last_failure(results: Sequence[LLMStatusCode], requests: Sequence[LinkRequest]) -> LLMStatusCode:
+    """Give the overall result of CacheManager mode."""
+    if not requests:
+        get_logger().error("the list of clusters is empty")
+        return LLMStatusCode.LLM_PARAM_INVALID
+    return next((r for r in reversed(results) if r is not LLMStatusCode.LLM_SUCCESS), LLMStatusCode.LLM_SUCCESS)
 
 
 def _raise_descriptor_limit() -> None:

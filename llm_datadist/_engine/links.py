@@ -190,6 +190,18 @@ class Links:
         text = f"cluster {cluster_id} is not linked" if link is None else link.why_not()
         return LLMException(text, status_code=LLMStatusCode.LLM_NOT_YET_LINK)
 
+    def listening(self) -> list[Address]:
+        """Give the addresses that this engine listens at."""
+        return [address for address, _ in self._listeners]
+
+    def listen_instead(self, addresses: Sequence[Address]) -> None:
+        """Listen at these addresses and at no others; on failure everything stays as it was."""
+        closed = [sock for address, sock in self._listeners if address not in addresses]
+        self.listen([address for address in addresses if address not in self.listening()])
+        self._listeners = [item for item in self._listeners if item[1] not in closed]
+        for sock in closed:
+            self._service.release(sock)
+
     def any_live(self) -> bool:
         """Say whether any link is usable."""
         with self._lock:
@@ -209,10 +221,11 @@ class Links:
             raise LLMException(e.strerror or str(e), status_code=LLMStatusCode.LLM_FAILED) from e
         self._listeners.extend(sockets)
         for _, sock in sockets:
-            self._service.listen(sock, self._accepted)
+            self._service.listen(sock, self.accept)
 
-    def _accepted(self, sock: socket.socket) -> None:
-        # In the service thread: above the number of workers, further clients wait in the kernel's queue.
+    def accept(self, sock: socket.socket) -> None:
+        """Serve a new connection; called in the service thread."""
+        # Above the number of workers, further clients wait in the kernel's queue.
         self._accepting += 1
         if self._accepting >= WORKERS and not self._paused:
             self._paused = True
@@ -225,7 +238,7 @@ class Links:
         if self._paused and self._accepting < WORKERS:
             self._paused = False
             for _, listener in self._listeners:
-                self._service.listen(listener, self._accepted)
+                self._service.listen(listener, self.accept)
 
     def _serve(self, sock: socket.socket) -> None:
         try:
