@@ -340,7 +340,9 @@ class Links:
         todo = []
         for i, request in enumerate(requests):
             if request.cluster_id in seen:
-                results[i] = LLMStatusCode.LLM_REPEAT_REQUEST
+                results[i] = (
+                    LLMStatusCode.LLM_ALREADY_LINK if self.terms.cache_manager else LLMStatusCode.LLM_REPEAT_REQUEST
+                )
             else:
                 seen.add(request.cluster_id)
                 todo.append(i)

@@ -218,16 +218,20 @@ class Transfers:
         first_destination: int,
         runs: Callable[[Found], Runs],
         *,
-        blocks: bool,
+        blocks: bool | None,
     ) -> None:
-        """Write some tensors of a local cache into consecutive tensors of the cache that a key names."""
+        """Write some tensors of a local cache into consecutive tensors of the cache that a key names.
+
+        ``blocks`` says whether that must be a blocks cache; None takes either.
+        """
         link = self._links.to(cluster_id)
         deadline_ns = time.monotonic_ns() + self._timeout_ms * 1_000_000
         with self._links.exclusive(link, deadline_ns), self._translated(link, paths.describe(key, 0)):
             select_tensors("source", source, cache.geometry.num_tensors)
             while True:
                 found = paths.find(link, key, 0, deadline_ns)
-                paths.check_form(found, blocks=blocks)
+                if blocks is not None:
+                    paths.check_form(found, blocks=blocks)
                 paths.check_access(self._rules, cache, found.record, pull=False, same_form=True)
                 destination = range(first_destination, first_destination + len(source))
                 select_tensors("destination", destination, found.record.num_tensors)
