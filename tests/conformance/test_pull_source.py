@@ -40,9 +40,7 @@ def test_by_id_and_slot(linked: tuple[Prompt, Decoder]) -> None:
         for slot in range(4):
             cache = decoder.allocate(DESC)
             decoder.manager.pull_cache(CacheKeyByIdAndIndex(1, source.get("cache_id"), slot), cache, 3)
-            decoder.check(
-                cache, {t: [(48, prompt.expected(DESC, t, salt=salt)[slot * 16 :][:16])] for t in range(2)}
-            )
+            decoder.check(cache, {t: [(48, prompt.expected(DESC, t, salt=salt)[slot * 16 :][:16])] for t in range(2)})
     assert is_bound(prompt, prefix)
 
 
@@ -136,7 +134,14 @@ def test_the_first_fault_is_named(linked: tuple[Prompt, Decoder]) -> None:
         pull(unlinked, gone, 9, 0)
     with refusal(NOT_EXIST):
         pull(unlinked, gone, 9)
-    for wrong in ({"batch_index": 9}, {"size": 17}, {"dst_cache_offset": 16}, {"dst_layer_range": range(1, 2)}):
+    for wrong in (
+        {"batch_index": 9},
+        {"size": 17},
+        {"dst_cache_offset": 16},
+        {"dst_layer_range": range(1, 2)},
+        {"src_layer_range": range(2)},
+        {"src_layer_range": range(2), "dst_layer_range": range(1)},
+    ):
         with refusal(INVALID):
             pull(unlinked, cache, **wrong)
     # What only the peer can tell comes later: its slot is too short, and it has no layer 1.
