@@ -33,14 +33,18 @@ ROWS = [
     pytest.param(KEY, [(part(ALL), True)], id="a range that covers all"),
     pytest.param(KEY, [(part(FIRST), False)], id="some tensors"),
     pytest.param(KEY, [(part(FIRST), False), (part(SECOND), True)], id="the union covers all"),
-    pytest.param(KEY, [(part(SECOND, size=3), False), (part(FIRST, size=7), True)], id="the union, size not considered"),
+    pytest.param(
+        KEY, [(part(SECOND, size=3), False), (part(FIRST, size=7), True)], id="the union, size not considered"
+    ),
     pytest.param(KEY, [({"src_cache_offset": 0}, False)], id="source offset 0"),
     pytest.param(KEY, [({"dst_cache_offset": 0}, False)], id="destination offset 0"),
     pytest.param(KEY, [({"src_cache_offset": 0, "dst_cache_offset": 0}, False)], id="both offsets 0"),
     pytest.param(KEY, [({"src_cache_offset": 4, "size": 4}, False)], id="source offset"),
     pytest.param(KEY, [({"dst_cache_offset": 4}, False)], id="destination offset"),
     pytest.param(KEY, [({"src_cache_offset": None, "dst_cache_offset": None}, True)], id="offsets None"),
-    pytest.param(KEY, [(part(FIRST, src_cache_offset=0), False), (part(SECOND), False)], id="an offset part counts not"),
+    pytest.param(
+        KEY, [(part(FIRST, src_cache_offset=0), False), (part(SECOND), False)], id="an offset part counts not"
+    ),
     pytest.param(PREFIX, [({}, False), (part(FIRST), False)], id="by prefix"),
     pytest.param(BY_ID, [({}, True)], id="by id of the bound slot"),
     pytest.param(BY_ID, [(part(FIRST), False), (part(SECOND), True)], id="by id, parts"),
@@ -189,13 +193,9 @@ def test_the_three_calls_of_the_seed(linked: tuple[Prompt, Decoder]) -> None:
     kv_cache_manager.pull_cache(cache_keys[0], cache, 0)
     kv_cache_manager.pull_cache(cache_keys[1], cache, 1, src_layer_range=range(0, 2), dst_layer_range=range(2, 4))
     slots = [[prompt.expected(desc, t)[at : at + 32] for t in range(8)] for at in (0, 32)]
-    decoder.check(
-        cache, {t: [(0, slots[0][t])] + ([(32, slots[1][t - 4])] if t >= 4 else []) for t in range(8)}
-    )
+    decoder.check(cache, {t: [(0, slots[0][t])] + ([(32, slots[1][t - 4])] if t >= 4 else []) for t in range(8)})
     kv_cache_manager.pull_cache(cache_keys[1], cache, src_cache_offset=0, dst_cache_offset=0)
-    decoder.check(
-        cache, {t: [(0, slots[1][t])] + ([(32, slots[1][t - 4])] if t >= 4 else []) for t in range(8)}
-    )
+    decoder.check(cache, {t: [(0, slots[1][t])] + ([(32, slots[1][t - 4])] if t >= 4 else []) for t in range(8)})
     assert [is_bound(prompt, key) for key in cache_keys] == [False, True]
     prompt.manager.remove_cache_key(cache_keys[1])
     assert not is_bound(prompt, cache_keys[1])
@@ -257,7 +257,9 @@ def test_models_are_apart(linked: tuple[Prompt, Decoder]) -> None:
 
 
 @pytest.mark.parametrize(
-    "order", [lambda keys: keys, lambda keys: keys[::-1], lambda keys: keys[1::2] + keys[::2]], ids=["on", "back", "odd"]
+    "order",
+    [lambda keys: keys, lambda keys: keys[::-1], lambda keys: keys[1::2] + keys[::2]],
+    ids=["on", "back", "odd"],
 )
 def test_many_keys_of_one_cache(
     linked: tuple[Prompt, Decoder], order: Callable[[list[CacheKey]], list[CacheKey]]

@@ -1,5 +1,7 @@
 """Where a cache lies in memory."""
 
+import itertools
+
 import memory
 import pytest
 from expect import is_bound
@@ -17,7 +19,7 @@ def test_tensors_are_apart_and_aligned(decoder: Decoder) -> None:
     (addresses,) = cache.per_device_tensor_addrs
     assert len(addresses) == 4
     ordered = sorted(addresses)
-    assert all(b - a >= desc.size for a, b in zip(ordered, ordered[1:], strict=False))
+    assert all(b - a >= desc.size for a, b in itertools.pairwise(ordered))
     assert all(address % 512 == 0 for address in addresses)
     assert all(memory.read(address, desc.size) == bytes(desc.size) for address in addresses)
 

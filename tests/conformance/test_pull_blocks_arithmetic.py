@@ -35,10 +35,7 @@ def test_s54_blocks_land_one_by_one(linked: tuple[Prompt, Decoder]) -> None:
     decoder.manager.pull_blocks(BlocksCacheKey(1, 0), cache, [0, 5], [2, 3])
     decoder.check(
         cache,
-        {
-            t: [(128, prompt.expected(source, t)[0:64]), (192, prompt.expected(source, t)[320:384])]
-            for t in range(2)
-        },
+        {t: [(128, prompt.expected(source, t)[0:64]), (192, prompt.expected(source, t)[320:384])] for t in range(2)},
     )
 
 
@@ -51,13 +48,23 @@ def test_s50_last_of_a_repeated_destination_wins(linked: tuple[Prompt, Decoder])
     decoder.manager.pull_blocks(BlocksCacheKey(1, 0), cache, [1, 1, 2, 3], [0, 5, 0, 0])
     decoder.check(
         cache,
-        {t: [(0, prompt.expected(desc, t)[1536:2048]), (5 * 512, prompt.expected(desc, t)[512:1024])] for t in range(2)},
+        {
+            t: [(0, prompt.expected(desc, t)[1536:2048]), (5 * 512, prompt.expected(desc, t)[512:1024])]
+            for t in range(2)
+        },
     )
 
 
 @pytest.mark.parametrize(
     "make",
-    [list, tuple, np.array, lambda x: array("q", x), lambda x: np.array(x, np.uint8), lambda x: [np.int64(i) for i in x]],
+    [
+        list,
+        tuple,
+        np.array,
+        lambda x: array("q", x),
+        lambda x: np.array(x, np.uint8),
+        lambda x: [np.int64(i) for i in x],
+    ],
     ids=["list", "tuple", "numpy", "array", "uint8", "numpy integers"],
 )
 def test_s50_any_sequence_of_indices(linked: tuple[Prompt, Decoder], make: Callable[[list[int]], Any]) -> None:

@@ -44,7 +44,7 @@ class Moved(NamedTuple):
 def test_worked_examples(
     linked: tuple[Prompt, Decoder], shape: list[int], args: Any, kwargs: Any, moved: Moved | None
 ) -> None:
-    """S-30, S-31, S-32, S-34 (and section 3.3 line by line): every byte compared; a refusal writes and releases nothing."""
+    """S-30, S-31, S-32, S-34, section 3.3 line by line: every byte compared; a refusal writes and releases nothing."""
     prompt, decoder = linked
     prompt.allocate(SOURCE, [KEY_10, KEY_11])
     cache = decoder.allocate(CacheDesc(4, shape, FLOAT16))
@@ -63,7 +63,7 @@ def test_worked_examples(
 
 @pytest.mark.parametrize(("size", "fits"), [(513, False), (-1, False), (257, False), (256, True), (1, True)])
 def test_source_256_destination_512(linked: tuple[Prompt, Decoder], size: int, fits: bool) -> None:
-    """S-32, E-212, E-213: a source slot that is too short is an error, not a shorter pull; the pull can be tried again."""
+    """S-32, E-212, E-213: a source slot that is too short is an error, not a shorter pull, which can be tried again."""
     prompt, decoder = linked
     source = bytes_desc(2, 1, 256)
     prompt.allocate(source, [KEY_10])
@@ -79,8 +79,19 @@ def test_source_256_destination_512(linked: tuple[Prompt, Decoder], size: int, f
 
 @pytest.mark.parametrize(
     ("offset", "size", "fits"),
-    [(31, -1, True), (32, -1, False), (33, -1, False), (2**63, -1, False), (2**64 - 1, -1, False)]
-    + [(31, 1, True), (31, 2, False), (32, 1, False), (0, 32, True), (0, 2**63 - 1, False), (2**64 - 1, 2**63 - 1, False)],
+    [
+        (31, -1, True),
+        (32, -1, False),
+        (33, -1, False),
+        (2**63, -1, False),
+        (2**64 - 1, -1, False),
+        (31, 1, True),
+        (31, 2, False),
+        (32, 1, False),
+        (0, 32, True),
+        (0, 2**63 - 1, False),
+        (2**64 - 1, 2**63 - 1, False),
+    ],
 )
 @pytest.mark.parametrize("side", ["src_cache_offset", "dst_cache_offset"])
 def test_offsets_at_the_end_of_the_slot(
@@ -121,6 +132,4 @@ def test_a_large_slot(linked: tuple[Prompt, Decoder]) -> None:
     prompt.allocate(source, [KEY_10, KEY_11])
     cache = decoder.allocate(bytes_desc(2, 2, 2_500_003))
     decoder.manager.pull_cache(KEY_11, cache, 1, 2_400_007, src_cache_offset=13, dst_cache_offset=7)
-    decoder.check(
-        cache, {t: [(2_500_010, prompt.expected(source, t)[3_000_014:][:2_400_007])] for t in range(2)}
-    )
+    decoder.check(cache, {t: [(2_500_010, prompt.expected(source, t)[3_000_014:][:2_400_007])] for t in range(2)})
