@@ -16,6 +16,7 @@ from llm_datadist._checks import (
     check_pulled_layers,
     check_size,
     int32,
+    int64,
     refused,
     typed,
     uint32,
@@ -23,7 +24,7 @@ from llm_datadist._checks import (
 from llm_datadist._log import get_logger, info
 from llm_datadist.cache_types import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, KvCache, Placement
 from llm_datadist.configs import LLMRole
-from llm_datadist.status import ParamInvalid
+from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
 from llm_datadist.tensor import Tensor, TensorDesc
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class KvCacheManager:
         self._kinds = (CACHE, REQUEST, PREFIX, BLOCKS)
         self._key, self._layers, self._indices = Key, Layers, indices
         self._warned: set[str] = set()
+        self._dropped = engine.caches.dropped.append
 
     def is_initialized(self) -> bool:
         """Say whether the engine of this manager still runs.
@@ -159,7 +161,8 @@ class KvCacheManager:
         """
         self._engine.require_open()
         self._device_cache("cache", cache)
-        self._engine.caches.deallocate(cache.cache_id)
+        if cache._collected is self._dropped:
+            self._engine.caches.deallocate(cache.cache_id)
         cache._clear()
         info("deallocated cache %d", cache.cache_id)
 
@@ -215,7 +218,7 @@ class KvCacheManager:
         desc = cache.cache_desc
         if not 0 <= tensor_index < desc.num_tensors:
             raise refused(ParamInvalid(f"tensor_index is {tensor_index}, allowed are 0 to {desc.num_tensors - 1}"))
-        local, view = self._engine.caches.view(cache.cache_id)
+        local, view = self._engine.caches.view(self._own_id("cache", cache))
         return [
             Tensor._over(view, addresses[tensor_index], TensorDesc(desc.data_type, list(desc.shape)))
             for addresses in local.addresses
@@ -271,8 +274,9 @@ class KvCacheManager:
         if not isinstance(cache_key, (CacheKey, CacheKeyByIdAndIndex)):
             check_isinstance("cache_key", cache_key, [CacheKey, CacheKeyByIdAndIndex], allow_none=False)
         self._device_cache("kv_cache", kv_cache)
-        size = check_size(size)
+        int64("size", size)
         batch_index = uint32("batch_index", batch_index)
+        size = check_size(size)
         source_offset = check_offset("src_cache_offset", kwargs.get("src_cache_offset"))
         destination_offset = check_offset("dst_cache_offset", kwargs.get("dst_cache_offset"))
         key, slot = self._pulled_key(cache_key)
@@ -285,7 +289,7 @@ class KvCacheManager:
             cache_key.cluster_id,
             key,
             slot,
-            kv_cache.cache_id,
+            self._own_id("kv_cache", kv_cache),
             batch_index,
             size,
             source_offset,
@@ -353,7 +357,7 @@ class KvCacheManager:
         self._engine.transfers.pull_blocks(
             prompt_cache_key.cluster_id,
             self._blocks_key(prompt_cache_key),
-            decoder_kv_cache.cache_id,
+            self._own_id("decoder_kv_cache", decoder_kv_cache),
             source,
             destination,
             layers,
@@ -373,6 +377,15 @@ class KvCacheManager:
         if cache.cache_desc.placement is not Placement.DEVICE:
             raise refused(ParamInvalid(f"{name} is on {cache.cache_desc.placement}, allowed is DEVICE"))
 
+    def _own_id(self, name: str, cache: KvCache) -> int:
+        """Give a cache's id in this engine; refuse caches of another engine, which may have the same id."""
+        if cache._collected is not self._dropped:
+            raise LLMException(
+                f"{name} is cache {cache.cache_id} of another engine, or on host memory",
+                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+            )
+        return cache.cache_id
+
     @staticmethod
     def _check_desc(desc: CacheDesc) -> None:
         check_isinstance("cache_desc", desc, CacheDesc)
@@ -391,7 +404,7 @@ class KvCacheManager:
         cache = self._engine.caches.allocate(geometry, keys)
         info("allocated cache %d", cache.id)
         addresses = [list(device) for device in cache.addresses]
-        return KvCache._made(cache.id, desc, addresses, self._engine.caches.dropped.append)
+        return KvCache._made(cache.id, desc, addresses, self._dropped)
 
     def _owned_key(self, key: CacheKey) -> Key | None:
         """Give the key that an owner binds, or None for padding."""
