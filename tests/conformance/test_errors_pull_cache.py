@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pairs import Decoder, Prompt, bytes_desc
 from peer import Remote
-from refusals import PARAM_INVALID, Expected, refuses
+from refusals import PARAM_INVALID, Expected, name_of, refuses
 
 from llm_datadist import (
     BlocksCacheKey,
@@ -66,7 +66,7 @@ def scene(linked: tuple[Prompt, Decoder]) -> Scene:
 
 
 def row(rule: str, expected: Expected, *words: object, **changes: Any) -> Any:
-    return pytest.param(expected, words, changes, id=f"{rule}-{'-'.join(f'{k}={v}' for k, v in changes.items())}"[:70])
+    return pytest.param(expected, words, changes, id=name_of(rule, changes))
 
 
 @pytest.mark.parametrize(

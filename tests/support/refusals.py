@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
@@ -29,3 +30,8 @@ def refuses(expected: Expected, *words: object) -> Iterator[None]:
         assert not isinstance(error, LLMException), error
     for word in words:
         assert str(word) in str(error), f"{word!r} is not in {str(error)!r}"
+
+
+def name_of(rule: str, changes: Mapping[str, object]) -> str:
+    """Name a row of a table of mistakes, without what differs from process to process."""
+    return re.sub(" at 0x[0-9a-f]+", "", f"{rule}-{'-'.join(f'{k}={v}' for k, v in changes.items())}")[:70]
