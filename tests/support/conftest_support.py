@@ -1,9 +1,12 @@
 """What the fixtures run inside a shared peer, and what tests look at in their own process."""
 
 import gc
+import importlib
 import os
 import threading
 from collections import Counter
+
+from pairs import cluster_info
 
 from llm_datadist import LLMDataDist
 
@@ -34,3 +37,18 @@ def open_things() -> Counter[str]:
     with open("/proc/self/maps") as maps:
         names += [f"mapping {line.split()[-1]}" for line in maps if "memfd:llm_datadist" in line]
     return Counter(names)
+
+
+def set_attribute(module: str, name: str, value: object) -> None:
+    """Change a module of this process."""
+    setattr(importlib.import_module(module), name, value)
+
+
+def link(dd: LLMDataDist, cluster_id: int, addresses: list[str]) -> object:
+    """Link from this process, since an LLMClusterInfo does not travel."""
+    return dd.link_clusters([cluster_info(cluster_id, addresses)], 5000)
+
+
+def unlink(dd: LLMDataDist, cluster_id: int, addresses: list[str], force: bool) -> object:
+    """Unlink from this process."""
+    return dd.unlink_clusters([cluster_info(cluster_id, addresses)], 5000, force)
