@@ -161,6 +161,7 @@ class KvCacheManager:
         """
         self._engine.require_open()
         self._device_cache("cache", cache)
+        info("deallocate cache %d", cache.cache_id)
         if cache._collected is self._dropped:
             self._engine.caches.deallocate(cache.cache_id)
         cache._clear()
@@ -185,6 +186,7 @@ class KvCacheManager:
         self._require_role("remove_cache_key", LLMRole.PROMPT)
         typed("cache_key", cache_key, CacheKey)
         key = self._owned_key(cache_key)
+        info("remove %s", cache_key)
         if key is not None:
             self._engine.caches.remove_key(key)
         info("removed %s", cache_key)
@@ -218,11 +220,14 @@ class KvCacheManager:
         desc = cache.cache_desc
         if not 0 <= tensor_index < desc.num_tensors:
             raise refused(ParamInvalid(f"tensor_index is {tensor_index}, allowed are 0 to {desc.num_tensors - 1}"))
+        info("get_cache_tensors of cache %d, tensor %d", cache.cache_id, tensor_index)
         local, view = self._engine.caches.view(self._own_id("cache", cache))
-        return [
+        tensors = [
             Tensor._over(view, addresses[tensor_index], TensorDesc(desc.data_type, list(desc.shape)))
             for addresses in local.addresses
         ]
+        info("get_cache_tensors of cache %d done", cache.cache_id)
+        return tensors
 
     # ------------------------------------------------------------------ pulls
 
@@ -285,17 +290,21 @@ class KvCacheManager:
         verbose = self._logger.isEnabledFor(logging.INFO)
         if verbose:
             info("pull_cache %s into %s, slot %d, size %d, %s", cache_key, kv_cache, batch_index, size, kwargs)
-        self._engine.transfers.pull_slot(
-            cache_key.cluster_id,
-            key,
-            slot,
-            self._own_id("kv_cache", kv_cache),
-            batch_index,
-            size,
-            source_offset,
-            destination_offset,
-            layers,
-        )
+        try:
+            self._engine.transfers.pull_slot(
+                cache_key.cluster_id,
+                key,
+                slot,
+                self._own_id("kv_cache", kv_cache),
+                batch_index,
+                size,
+                source_offset,
+                destination_offset,
+                layers,
+            )
+        except ParamInvalid as e:
+            refused(e)
+            raise
         if verbose:
             info("pull_cache %s done", cache_key)
 
@@ -339,8 +348,12 @@ class KvCacheManager:
         self._require_role("pull_blocks", LLMRole.DECODER)
         typed("prompt_cache_key", prompt_cache_key, BlocksCacheKey)
         self._device_cache("decoder_kv_cache", decoder_kv_cache)
-        source = self._indices(prompt_blocks, "prompt_blocks")
-        destination = self._indices(decoder_blocks, "decoder_blocks")
+        try:
+            source = self._indices(prompt_blocks, "prompt_blocks")
+            destination = self._indices(decoder_blocks, "decoder_blocks")
+        except (TypeError, ValueError) as e:
+            refused(e)
+            raise
         if len(source) != len(destination) or not len(source):
             raise refused(
                 ParamInvalid(
@@ -354,14 +367,18 @@ class KvCacheManager:
         verbose = self._logger.isEnabledFor(logging.INFO)
         if verbose:
             info("pull_blocks %s into %s, %d blocks, %s", prompt_cache_key, decoder_kv_cache, len(source), kwargs)
-        self._engine.transfers.pull_blocks(
-            prompt_cache_key.cluster_id,
-            self._blocks_key(prompt_cache_key),
-            self._own_id("decoder_kv_cache", decoder_kv_cache),
-            source,
-            destination,
-            layers,
-        )
+        try:
+            self._engine.transfers.pull_blocks(
+                prompt_cache_key.cluster_id,
+                self._blocks_key(prompt_cache_key),
+                self._own_id("decoder_kv_cache", decoder_kv_cache),
+                source,
+                destination,
+                layers,
+            )
+        except ParamInvalid as e:
+            refused(e)
+            raise
         if verbose:
             info("pull_blocks %s done", prompt_cache_key)
 
