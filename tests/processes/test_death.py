@@ -141,6 +141,7 @@ def test_prompt_is_killed_during_the_handshake(start_quick: Start, other: Prompt
             assert overall == LLMStatusCode.LLM_SUCCESS
         else:
             assert (overall, each[0]) == (LLMStatusCode.LLM_LINK_FAILED,) * 2
+        doomed.process.join(5)
         with failure(NOT_LINKED):
             decoder.manager.pull_cache(CacheKey(1, 10), decoder.allocate(DESC))
         check_survivor(decoder, prompt, other)
@@ -154,7 +155,7 @@ def test_prompt_is_killed_while_it_does_not_answer(start_quick: Start) -> None:
     prompt = Prompt(doomed)
     decoder = Decoder()
     try:
-        doomed.signal(signal.SIGSTOP)
+        doomed.stop()
         thread, outcome = in_thread(lambda: decoder.dd.link_clusters([prompt.info()], 30_000))
         namespace = os.environ["LLM_DATADIST_NAMESPACE"]
         traces.wait_until(lambda: len(traces.names(namespace)) > 1, "the connection")
@@ -174,7 +175,7 @@ def test_link_to_a_stopped_prompt_ends_by_its_limit(start_quick: Start) -> None:
     decoder = Decoder()
     before = traces.of(stopped.pid)
     try:
-        stopped.signal(signal.SIGSTOP)
+        stopped.stop()
         begin = time.monotonic()
         assert decoder.dd.link_clusters([prompt.info()], 300) == (
             LLMStatusCode.LLM_LINK_FAILED,

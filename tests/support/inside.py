@@ -43,7 +43,7 @@ def _manager() -> KvCacheManager:
 def offer(desc: CacheDesc, keys: Sequence[CacheKey], word: int, keep: bool = True) -> tuple[int, list[int]]:
     """Allocate a cache with keys and fill it with one word; give id and addresses."""
     cache = _manager().allocate_cache(desc, keys)
-    addresses = list(cache.tensor_addrs)
+    addresses = list(cache.per_device_tensor_addrs[0])
     for address in addresses:
         memory.fill(address, word, desc.size)
     if keep:
@@ -57,7 +57,7 @@ def bind(desc: CacheDesc, keys: Sequence[CacheKey]) -> int | None:
     """Allocate a cache with keys and leave its bytes as they are; give the word that is in it."""
     cache = _manager().allocate_cache(desc, keys)
     _caches[cache.cache_id] = cache
-    words = {memory.word(address, desc.size) for address in cache.tensor_addrs}
+    words = {memory.word(address, desc.size) for address in cache.per_device_tensor_addrs[0]}
     return words.pop() if len(words) == 1 else None
 
 
@@ -113,19 +113,14 @@ def is_bound(key: CacheKey, desc: CacheDesc) -> bool:
     return False
 
 
-def keep_finalizing(options: dict[str, str], desc: CacheDesc, key: CacheKey, rounds: int, ready: str) -> None:
-    """Init, offer, and finalize again and again; a byte in a pipe tells of each init."""
-    pipe = os.open(ready, os.O_WRONLY)
-    try:
-        for word in range(1, rounds + 1):
-            instance = LLMDataDist(LLMRole.PROMPT, 1)
-            instance.init(options)
-            offer(desc, [key], word)
-            os.write(pipe, b"+")
-            _caches.clear()
-            instance.finalize()
-    finally:
-        os.close(pipe)
+def keep_finalizing(options: dict[str, str], desc: CacheDesc, key: CacheKey, rounds: int) -> None:
+    """Init, offer, and finalize again and again."""
+    for word in range(1, rounds + 1):
+        instance = LLMDataDist(LLMRole.PROMPT, 1)
+        instance.init(options)
+        offer(desc, [key], word)
+        _caches.clear()
+        instance.finalize()
 
 
 # ---------------------------------------------------------------------- faults, shortage, stacks of engines
@@ -170,7 +165,7 @@ def many(role: LLMRole, first: int, count: int, desc: CacheDesc) -> list[list[st
             instance.kv_cache_manager.deallocate_cache(cache)
             key = CacheKey(cluster, cluster)
             cache = instance.kv_cache_manager.allocate_cache(desc, [key])
-            for address in cache.tensor_addrs:
+            for address in cache.per_device_tensor_addrs[0]:
                 memory.fill(address, cluster, desc.size)
         _crowd.append((instance, cache))
         LLMDataDist.llm_engine_instance = None
@@ -188,7 +183,7 @@ def many_pull(info: Any, key: CacheKey, desc: CacheDesc) -> list[int | None]:
         result = instance.link_clusters([info], 10_000)
         assert result[0] == 0, result
         instance.kv_cache_manager.pull_cache(key, cache, 0, dst_cache_offset=0)
-        words.append(memory.word(cache.tensor_addrs[0], desc.size))
+        words.append(memory.word(cache.per_device_tensor_addrs[0][0], desc.size))
     return words
 
 
@@ -313,7 +308,7 @@ def start_own(info: Any, key: CacheKey, desc: CacheDesc) -> int | None:
         assert result[0] == 0, result
         cache = mine.kv_cache_manager.allocate_cache(desc)
         mine.kv_cache_manager.pull_cache(key, cache, 0, dst_cache_offset=0)
-        return memory.word(cache.tensor_addrs[0], desc.size)
+        return memory.word(cache.per_device_tensor_addrs[0][0], desc.size)
     finally:
         mine.finalize()
 
