@@ -11,6 +11,7 @@ import resource
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -113,12 +114,21 @@ def is_bound(key: CacheKey, desc: CacheDesc) -> bool:
     return False
 
 
+def spin(ns: int) -> None:
+    """Pass a little time, to meet others at another point of their work."""
+    end = time.monotonic_ns() + ns
+    while time.monotonic_ns() < end:
+        pass
+
+
 def keep_finalizing(options: dict[str, str], desc: CacheDesc, key: CacheKey, rounds: int) -> None:
-    """Init, offer, and finalize again and again."""
+    """Init, offer, and finalize again and again, sooner or later in the work of those who link."""
     for word in range(1, rounds + 1):
         instance = LLMDataDist(LLMRole.PROMPT, 1)
         instance.init(options)
         offer(desc, [key], word)
+        # Not to wait for anybody, but to end at another point of what others do.
+        time.sleep(word % 10 / 1000)
         _caches.clear()
         instance.finalize()
 
