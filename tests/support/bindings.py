@@ -1,23 +1,10 @@
-"""Say what a call must be refused with, and find out what became of a key."""
+"""Find out what became of a key."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import pytest
 from pairs import Prompt, bytes_desc
 
 from llm_datadist import BlocksCacheKey, CacheKey, LLMException, LLMStatusCode
-
-
-@contextmanager
-def refusal(status: LLMStatusCode) -> Iterator[None]:
-    """Expect an LLMException with a status; argument errors are ValueErrors as well."""
-    with pytest.raises(LLMException) as caught:
-        yield
-    assert caught.value.status_code is status, caught.value
-    assert isinstance(caught.value, ValueError) == (status is LLMStatusCode.LLM_PARAM_INVALID)
 
 
 def is_bound(prompt: Prompt, key: CacheKey | BlocksCacheKey) -> bool:
