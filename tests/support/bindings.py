@@ -1,31 +1,12 @@
-<<<<<<< HEAD:tests/support/expect.py
-"""What a test expects of a call."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import pytest
-=======
 """Find out what became of a key."""
 
 from __future__ import annotations
 
 from pairs import Prompt, bytes_desc
->>>>>>> conf1:tests/support/bindings.py
 
-from llm_datadist import LLMException, LLMStatusCode
+from llm_datadist import BlocksCacheKey, CacheKey, LLMException, LLMStatusCode
 
 
-<<<<<<< HEAD:tests/support/expect.py
-@contextmanager
-def failure(code: LLMStatusCode, text: str | None = None) -> Iterator[None]:
-    """Expect an LLMException with a code, and a text that matches a regular expression."""
-    with pytest.raises(LLMException, match=text) as caught:
-        yield
-    assert caught.value.status_code == code, caught.value
-=======
 def is_bound(prompt: Prompt, key: CacheKey | BlocksCacheKey) -> bool:
     """Find out whether a key is bound, by trying to bind it to another cache."""
     try:
@@ -41,4 +22,3 @@ def is_bound(prompt: Prompt, key: CacheKey | BlocksCacheKey) -> bool:
         prompt.manager.remove_cache_key(key)
     prompt.manager.deallocate_cache(probe)
     return False
->>>>>>> conf1:tests/support/bindings.py
