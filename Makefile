@@ -56,7 +56,7 @@ clean:
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "No Python >= 3.10 found. On Debian: apt-get install python3 (or give PYTHON=...)."; exit 1; } >&2
-	@$(PYTHON) .ci/needs.py
+	@$(PYTHON) .ci/needs.py > /dev/null
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/built: $(BIN)/python setup.py pyproject.toml llm_datadist/_version.py $(KERNELS)

@@ -5,22 +5,29 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from llm_datadist._addresses import Address, canonical_host
+from llm_datadist._addresses import Address, canonical_host, parse_address
 from llm_datadist._built import require_built
-from llm_datadist._checks import check_inner, check_isinstance, int32, refused, typed, uint64
+from llm_datadist._checks import check_dict, check_inner, check_isinstance, int32, refused, typed, uint32, uint64
 from llm_datadist._log import info, warn
+from llm_datadist.cache_types import RegisterMemStatus
 from llm_datadist.configs import EngineConfig, LLMClusterInfo, LLMRole, parse_options
 from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
 
 if TYPE_CHECKING:
     from llm_datadist._engine.engine import Engine
     from llm_datadist._engine.links import LinkRequest
+    from llm_datadist.cache_manager import CacheManager
     from llm_datadist.kv_cache_manager import KvCacheManager
 
 __all__ = ["LLMDataDist"]
+
+LISTEN_INFO = "llm.listenIpInfo"
+MAX_COMM_NAME = 127
+MAX_MEMBERS = 4
 
 _init_lock = threading.Lock()
 
@@ -58,6 +65,7 @@ class LLMDataDist:
         self._is_initialized = False
         self._engine: Engine | None = None
         self._kv_cache_manager: KvCacheManager | None = None
+        self._cache_manager: CacheManager | None = None
 
     @property
     def cluster_id(self) -> int:
@@ -124,6 +132,7 @@ class LLMDataDist:
         from llm_datadist._engine import codes
         from llm_datadist._engine.engine import Engine
         from llm_datadist.backend import BackendError, make_backend
+        from llm_datadist.cache_manager import CacheManager
         from llm_datadist.kv_cache_manager import KvCacheManager
 
         try:
@@ -131,7 +140,9 @@ class LLMDataDist:
         except BackendError as e:
             raise refused(codes.exception_of(e, config.cache_manager)) from e
         self._engine = Engine(config, backend)
-        if not config.cache_manager:
+        if config.cache_manager:
+            self._cache_manager = CacheManager(self._engine)
+        else:
             self._kv_cache_manager = KvCacheManager(self._engine, self._role)
 
     def finalize(self) -> None:
@@ -149,7 +160,8 @@ class LLMDataDist:
             if LLMDataDist.llm_engine_instance is self:
                 LLMDataDist.llm_engine_instance = None
                 atexit.unregister(_shutdown_handler)
-            engine, self._engine, self._kv_cache_manager = self._engine, None, None
+            engine, self._engine = self._engine, None
+            self._kv_cache_manager = self._cache_manager = None
             if engine is not None:
                 engine.close()
         info("finalized cluster %d", self._cluster_id)
@@ -188,33 +200,27 @@ class LLMDataDist:
         return self._kv_cache_manager
 
     @property
-    def cache_manager(self) -> object:
-        """The manager of CacheManager mode, which this version does not have yet.
+    def cache_manager(self) -> CacheManager:
+        """The manager of caches and transfers of CacheManager mode.
 
         Raises
         ------
         RuntimeError
             When not initialised.
         LLMException
-            LLM_PARAM_INVALID in KvCacheManager mode, LLM_FEATURE_NOT_ENABLED in CacheManager mode.
+            LLM_PARAM_INVALID in KvCacheManager mode.
         """
         self._require_cache_manager_mode("cache_manager")
-        raise self._not_in_this_version("cache_manager")
+        assert self._cache_manager is not None
+        return self._cache_manager
 
-    def _require_cache_manager_mode(self, name: str) -> None:
-        if not self._running().config.cache_manager:
+    def _require_cache_manager_mode(self, name: str) -> Engine:
+        engine = self._running()
+        if not engine.config.cache_manager:
             raise refused(
                 ParamInvalid(f'{name} does not exist in KvCacheManager mode: set llm.EnableCacheManager to "1"')
             )
-
-    @staticmethod
-    def _not_in_this_version(name: str) -> LLMException:
-        return refused(
-            LLMException(
-                f"{name} is not part of this version, which has KvCacheManager mode",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-            )
-        )
+        return engine
 
     # ------------------------------------------------------------------ links
 
@@ -253,9 +259,8 @@ class LLMDataDist:
         """
         engine = self._running()
         timeout = _check_timeout(timeout)
-        requests = _requests(clusters)
-        self._require_kv_mode("link_clusters", engine)
-        if self._role is not LLMRole.DECODER:
+        requests = _requests(clusters, needs_local=engine.config.cache_manager and not engine.config.local_comm_res)
+        if not engine.config.cache_manager and self._role is not LLMRole.DECODER:
             refused(ParamInvalid(f"link_clusters is for role DECODER, this cluster's role is {self._role}"))
             return LLMStatusCode.LLM_PARAM_INVALID, []
         info("link_clusters %s, timeout %d ms", [request.cluster_id for request in requests], timeout)
@@ -269,7 +274,7 @@ class LLMDataDist:
         Parameters
         ----------
         clusters : list or tuple of LLMClusterInfo
-            As for `link_clusters`, with the addresses the links were made with.
+            As for `link_clusters`, with the addresses the links were made with, or without any.
         timeout : int, default 3000
             Limit of the whole call in ms, in [1, 2**31).
         force : bool, default False
@@ -299,13 +304,8 @@ class LLMDataDist:
         timeout = _check_timeout(timeout)
         requests = _requests(clusters)
         typed("force", force, bool)
-        self._require_kv_mode("unlink_clusters", engine)
         info("unlink_clusters %s, timeout %d ms, force %s", [r.cluster_id for r in requests], timeout, force)
         return engine.unlink_clusters(requests, timeout, force, as_client=self._role is LLMRole.DECODER)
-
-    def _require_kv_mode(self, name: str, engine: Engine) -> None:
-        if engine.config.cache_manager:
-            raise self._not_in_this_version(f"{name} in CacheManager mode")
 
     def check_link_status(self, remote_cluster_id: int) -> None:
         """Ask a linked prompt cluster for a sign of life.
@@ -334,22 +334,197 @@ class LLMDataDist:
             raise refused(ParamInvalid(f"check_link_status is for role DECODER, this cluster's role is {self._role}"))
         engine.check_link(remote_cluster_id)
 
-    # ------------------------------------------------------------------ CacheManager mode
+    # ------------------------------------------------------------------ rank-table links
 
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
-        """Link by rank table: CacheManager mode, not in this version (LLM_PARAM_INVALID or LLM_FEATURE_NOT_ENABLED)."""
-        self._require_cache_manager_mode("link")
-        raise self._not_in_this_version("link")
+        """Link two to four clusters that all call this with the same arguments.
+
+        Parameters
+        ----------
+        comm_name : str
+            Name of the set, 1 to 127 characters.
+        cluster_rank_info : dict of int to int
+            Rank of each cluster, ascending, with the own cluster in it. Ids are in [0, 2**64), ranks in [0, 2**32).
+        rank_table : str
+            JSON text of a rank table, version 1.0 or 1.2.
+
+        Returns
+        -------
+        int
+            Id of the communicator, from 1. The links are made in the background: ask `query_register_mem_status`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For arguments of another type or width.
+        LLMException
+            LLM_PARAM_INVALID (also a ValueError) in KvCacheManager mode, for what is outside of the above, or with 512
+            communicators; LLM_LINK_FAILED for a table that is no JSON; LLM_FEATURE_NOT_ENABLED with transfer backend
+            hixl.
+        RuntimeError
+            When not initialised.
+
+        Notes
+        -----
+        The members have ``link_total_time`` seconds (120 by default) to come. May be called from any thread.
+        """
+        engine = self._require_cache_manager_mode("link")
+        typed("comm_name", comm_name, str)
+        if not 1 <= len(comm_name) <= MAX_COMM_NAME:
+            raise refused(ParamInvalid(f"comm_name has {len(comm_name)} characters, allowed are 1 to {MAX_COMM_NAME}"))
+        check_dict("cluster_rank_info", cluster_rank_info, int, int)
+        if len(cluster_rank_info) > MAX_MEMBERS:
+            raise refused(_wrong_members(cluster_rank_info))
+        for cluster, rank in cluster_rank_info.items():
+            uint64("cluster_rank_info key", cluster)
+            uint32("cluster_rank_info value", rank)
+        typed("rank_table", rank_table, str)
+        ranks = list(cluster_rank_info.values())
+        if len(ranks) < 2 or any(a >= b for a, b in zip(ranks, ranks[1:])):
+            raise refused(_wrong_members(cluster_rank_info))
+        if self._cluster_id not in cluster_rank_info:
+            raise refused(
+                ParamInvalid(f"cluster_rank_info is {cluster_rank_info}, it must have the own id {self._cluster_id}")
+            )
+        self._refuse_hixl("link", engine)
+        self.cache_manager.set_is_call_linked()
+        comm_id = engine.communicators.link(comm_name, cluster_rank_info, rank_table)
+        info("link %s of %s is communicator %d", comm_name, cluster_rank_info, comm_id)
+        return comm_id
 
     def unlink(self, comm_id: int) -> None:
-        """Undo `link`: CacheManager mode, not in this version (LLM_PARAM_INVALID or LLM_FEATURE_NOT_ENABLED)."""
-        self._require_cache_manager_mode("unlink")
-        raise self._not_in_this_version("unlink")
+        """Remove the links of a communicator on this side.
 
-    def query_register_mem_status(self, comm_id: int) -> object:
-        """Ask how `link` goes: CacheManager mode, not in this version (LLM_PARAM_INVALID, LLM_FEATURE_NOT_ENABLED)."""
-        self._require_cache_manager_mode("query_register_mem_status")
-        raise self._not_in_this_version("query_register_mem_status")
+        Parameters
+        ----------
+        comm_id : int
+            From `link`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For an id of another type or width.
+        LLMException
+            LLM_PARAM_INVALID in KvCacheManager mode; LLM_NOT_YET_LINK for an unknown id; LLM_UNLINK_FAILED when a
+            transfer does not end; LLM_FEATURE_NOT_ENABLED with transfer backend hixl.
+        RuntimeError
+            When not initialised.
+
+        Notes
+        -----
+        Waits for running transfers, as long as ``sync_kv_timeout``, and ends a preparation that still goes on.
+        """
+        engine = self._require_cache_manager_mode("unlink")
+        uint64("comm_id", comm_id)
+        self._refuse_hixl("unlink", engine)
+        engine.communicators.unlink(comm_id, time.monotonic_ns() + engine.config.sync_timeout_ms * 1_000_000)
+        info("unlinked communicator %d", comm_id)
+
+    def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
+        """Ask how far a communicator is.
+
+        Parameters
+        ----------
+        comm_id : int
+            From `link`.
+
+        Returns
+        -------
+        RegisterMemStatus
+            PREPARING, then OK, or FAILED with the reason in the log.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For an id of another type or width.
+        LLMException
+            LLM_PARAM_INVALID in KvCacheManager mode; LLM_NOT_YET_LINK for an unknown id; LLM_FEATURE_NOT_ENABLED with
+            transfer backend hixl.
+        RuntimeError
+            When not initialised.
+        """
+        engine = self._require_cache_manager_mode("query_register_mem_status")
+        uint64("comm_id", comm_id)
+        self._refuse_hixl("query_register_mem_status", engine)
+        state = engine.communicators.state(comm_id)
+        return {"ready": RegisterMemStatus.OK, "preparing": RegisterMemStatus.PREPARING}.get(
+            state.value, RegisterMemStatus.FAILED
+        )
+
+    @staticmethod
+    def _refuse_hixl(name: str, engine: Engine) -> None:
+        if engine.config.transfer_backend is not None:
+            raise refused(
+                LLMException(
+                    f"{name} does not work with llm.TransferBackend {engine.config.transfer_backend}: use link_clusters",
+                    status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                )
+            )
+
+    # ------------------------------------------------------------------ roles
+
+    def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> None:
+        """Change the role.
+
+        Parameters
+        ----------
+        role : LLMRole
+            The new role; in KvCacheManager mode another than the current one.
+        switch_options : dict of str to str, optional
+            ``llm.listenIpInfo`` says where to listen. KvCacheManager mode needs it for PROMPT; in CacheManager mode the
+            engine stops to listen without it.
+
+        Raises
+        ------
+        TypeError
+            For arguments of another type.
+        ValueError
+            When the port is not a number.
+        LLMException
+            LLM_PARAM_INVALID (also a ValueError) for the same role, a missing or malformed address; LLM_EXIST_LINK
+            while links stand; LLM_FEATURE_NOT_ENABLED without ``enable_switch_role`` or with several devices
+            (KvCacheManager mode), or for another address with transfer backend hixl (CacheManager mode); LLM_FAILED
+            when the address can't be listened at. Everything stays as it was then.
+        RuntimeError
+            When not initialised.
+
+        Notes
+        -----
+        Caches and keys stay.
+        """
+        engine = self._running()
+        typed("role", role, LLMRole)
+        cache_manager = engine.config.cache_manager
+        if not cache_manager and role is self._role:
+            raise refused(ParamInvalid(f"role is {role}, which this cluster has already; allowed are the others"))
+        if switch_options is not None:
+            check_dict("switch_options", switch_options, str, str)
+        listen_info = (switch_options or {}).get(LISTEN_INFO)
+        if not cache_manager and role is LLMRole.PROMPT and not listen_info:
+            raise refused(ParamInvalid(f"switch_options has no {LISTEN_INFO}, which role PROMPT needs"))
+        listen: tuple[Address, ...] = (parse_address(LISTEN_INFO, listen_info),) if listen_info else ()
+        if not cache_manager:
+            if not engine.config.switch_role or len(engine.config.devices) > 1:
+                raise refused(
+                    LLMException(
+                        'switch_role needs llm.EnableSwitchRole "1" and one device',
+                        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                    )
+                )
+            listen = listen if role is LLMRole.PROMPT else ()
+        elif engine.config.transfer_backend is not None and list(listen) != engine.links.listening():
+            raise refused(
+                LLMException(
+                    "switch_role can't change the listen address with llm.TransferBackend "
+                    f"{engine.config.transfer_backend}",
+                    status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                )
+            )
+        engine.listen_instead(listen)
+        info("switched cluster %d from %s to %s", self._cluster_id, self._role, role)
+        self._role = role
+        if self._kv_cache_manager is not None:
+            self._kv_cache_manager._switch_role(role)
 
 
 def _shutdown_handler() -> None:
@@ -362,6 +537,12 @@ def _shutdown_handler() -> None:
             warn("finalize at exit failed: %s", e)
 
 
+def _wrong_members(ranks: dict[int, int]) -> ParamInvalid:
+    return ParamInvalid(
+        f"cluster_rank_info is {ranks}, allowed are 2 to {MAX_MEMBERS} clusters with ascending ranks, none twice"
+    )
+
+
 def _check_timeout(timeout: int) -> int:
     int32("timeout", timeout)
     if timeout <= 0:
@@ -369,11 +550,16 @@ def _check_timeout(timeout: int) -> int:
     return timeout
 
 
-def _requests(clusters: Sequence[LLMClusterInfo]) -> list[LinkRequest]:
+def _requests(clusters: Sequence[LLMClusterInfo], *, needs_local: bool = False) -> list[LinkRequest]:
     from llm_datadist._engine.links import LinkRequest
 
     check_isinstance("clusters", clusters, [list, tuple], allow_none=False)
     check_inner("clusters", clusters, LLMClusterInfo)
+    for cluster in clusters if needs_local else ():
+        if not cluster.local_ip_info_list:
+            raise refused(
+                ParamInvalid(f"local_ip_info_list is empty for cluster {cluster.remote_cluster_id}, it needs one entry")
+            )
     return [
         LinkRequest(
             uint64("remote_cluster_id", cluster.remote_cluster_id),

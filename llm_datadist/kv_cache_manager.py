@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist._checks import (
-    UINT64_MAX,
+    any_integer,
     check_inner,
     check_isinstance,
-    check_layer_range,
     check_offset,
-    check_pulled_layers,
     check_size,
     int32,
+    int64,
     refused,
     typed,
     uint32,
 )
-from llm_datadist._log import get_logger, info
-from llm_datadist.cache_types import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, KvCache, Placement
+from llm_datadist._log import info
+from llm_datadist._manager import LAYER_ARGUMENTS, OFFSET_ARGUMENTS, Manager
+from llm_datadist.cache_types import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    CacheTask,
+    KvCache,
+    LayerSynchronizer,
+    Placement,
+    TransferConfig,
+)
 from llm_datadist.configs import LLMRole
 from llm_datadist.status import ParamInvalid
 from llm_datadist.tensor import Tensor, TensorDesc
@@ -29,16 +37,10 @@ from llm_datadist.tensor import Tensor, TensorDesc
 if TYPE_CHECKING:
     from llm_datadist._engine.directory import Key
     from llm_datadist._engine.engine import Engine
-    from llm_datadist._engine.layout import Layers
 
 __all__ = ["KvCacheManager"]
 
-MAX_DIMENSIONS = 31
-LAYER_ARGUMENTS = frozenset({"src_layer_range", "dst_layer_range", "tensor_num_per_layer"})
-OFFSET_ARGUMENTS = frozenset({"src_cache_offset", "dst_cache_offset"})
-
-
-class KvCacheManager:
+class KvCacheManager(Manager):
     """Caches of one engine, and pulls into them. `LLMDataDist.kv_cache_manager` gives it.
 
     Notes
@@ -48,17 +50,9 @@ class KvCacheManager:
     """
 
     def __init__(self, engine: Engine, role: LLMRole) -> None:
-        # The engine needs the compiled kernels, which importing this module must not.
-        from llm_datadist._engine.directory import BLOCKS, CACHE, PREFIX, REQUEST, Key
-        from llm_datadist._engine.layout import Layers
-        from llm_datadist._kernels.runs import indices
-
-        self._engine = engine
+        super().__init__(engine)
         self._role = role
-        self._logger = get_logger()
-        self._kinds = (CACHE, REQUEST, PREFIX, BLOCKS)
-        self._key, self._layers, self._indices = Key, Layers, indices
-        self._warned: set[str] = set()
+        self._dropped = engine.caches.dropped.append
 
     def is_initialized(self) -> bool:
         """Say whether the engine of this manager still runs.
@@ -98,17 +92,12 @@ class KvCacheManager:
             LLM_ENGINE_FINALIZED. Nothing is allocated or bound then.
         """
         self._engine.require_open()
-        self._check_desc(cache_desc)
+        self._check_device_desc(cache_desc)
         check_isinstance("cache_keys", cache_keys, [list, tuple], allow_none=False)
         check_inner("cache_keys", cache_keys, CacheKey)
         if cache_keys and self._role is not LLMRole.PROMPT:
             raise refused(ParamInvalid(f"cache_keys are for role PROMPT, this cluster's role is {self._role}"))
-        slots = cache_desc.shape[0]
-        if len(cache_keys) > slots:
-            raise refused(
-                ParamInvalid(f"cache_keys has {len(cache_keys)} keys, allowed are at most {slots}, one a batch slot")
-            )
-        return self._allocate(cache_desc, [self._owned_key(key) for key in cache_keys], blocks=False)
+        return self._allocate(cache_desc, self._check_keys(cache_desc, cache_keys), blocks=False)
 
     def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None) -> KvCache:
         """Allocate a paged cache on each device.
@@ -133,7 +122,7 @@ class KvCacheManager:
             As for `allocate_cache`.
         """
         self._engine.require_open()
-        self._check_desc(cache_desc)
+        self._check_device_desc(cache_desc)
         check_isinstance("blocks_cache_key", blocks_cache_key, BlocksCacheKey)
         if blocks_cache_key is None:
             return self._allocate(cache_desc, [], blocks=True)
@@ -159,7 +148,9 @@ class KvCacheManager:
         """
         self._engine.require_open()
         self._device_cache("cache", cache)
-        self._engine.caches.deallocate(cache.cache_id)
+        info("deallocate cache %d", cache.cache_id)
+        if cache._collected is self._dropped:
+            self._engine.caches.deallocate(cache.cache_id)
         cache._clear()
         info("deallocated cache %d", cache.cache_id)
 
@@ -182,6 +173,7 @@ class KvCacheManager:
         self._require_role("remove_cache_key", LLMRole.PROMPT)
         typed("cache_key", cache_key, CacheKey)
         key = self._owned_key(cache_key)
+        info("remove %s", cache_key)
         if key is not None:
             self._engine.caches.remove_key(key)
         info("removed %s", cache_key)
@@ -215,11 +207,14 @@ class KvCacheManager:
         desc = cache.cache_desc
         if not 0 <= tensor_index < desc.num_tensors:
             raise refused(ParamInvalid(f"tensor_index is {tensor_index}, allowed are 0 to {desc.num_tensors - 1}"))
-        local, view = self._engine.caches.view(cache.cache_id)
-        return [
+        info("get_cache_tensors of cache %d, tensor %d", cache.cache_id, tensor_index)
+        local, view = self._engine.caches.view(self._own_id("cache", cache))
+        tensors = [
             Tensor._over(view, addresses[tensor_index], TensorDesc(desc.data_type, list(desc.shape)))
             for addresses in local.addresses
         ]
+        info("get_cache_tensors of cache %d done", cache.cache_id)
+        return tensors
 
     # ------------------------------------------------------------------ pulls
 
@@ -271,27 +266,32 @@ class KvCacheManager:
         self._require_role("pull_cache", LLMRole.DECODER)
         check_isinstance("cache_key", cache_key, [CacheKey, CacheKeyByIdAndIndex], allow_none=False)
         self._device_cache("kv_cache", kv_cache)
-        size = check_size(size)
+        int64("size", size)
         batch_index = uint32("batch_index", batch_index)
+        size = check_size(size)
         source_offset = check_offset("src_cache_offset", kwargs.get("src_cache_offset"))
         destination_offset = check_offset("dst_cache_offset", kwargs.get("dst_cache_offset"))
         key, slot = self._pulled_key(cache_key)
         layers = self._check_layers(kv_cache, kwargs)
         self._warn_unknown("pull_cache", kwargs, LAYER_ARGUMENTS | OFFSET_ARGUMENTS)
-        verbose = self._logger.isEnabledFor(logging.INFO)
+        verbose = self._verbose()
         if verbose:
             info("pull_cache %s into %s, slot %d, size %d, %s", cache_key, kv_cache, batch_index, size, kwargs)
-        self._engine.transfers.pull_slot(
-            cache_key.cluster_id,
-            key,
-            slot,
-            kv_cache.cache_id,
-            batch_index,
-            size,
-            source_offset,
-            destination_offset,
-            layers,
-        )
+        try:
+            self._engine.transfers.pull_slot(
+                cache_key.cluster_id,
+                key,
+                slot,
+                self._own_id("kv_cache", kv_cache),
+                batch_index,
+                size,
+                source_offset,
+                destination_offset,
+                layers,
+            )
+        except ParamInvalid as e:
+            refused(e)
+            raise
         if verbose:
             info("pull_cache %s done", cache_key)
 
@@ -335,33 +335,203 @@ class KvCacheManager:
         self._require_role("pull_blocks", LLMRole.DECODER)
         typed("prompt_cache_key", prompt_cache_key, BlocksCacheKey)
         self._device_cache("decoder_kv_cache", decoder_kv_cache)
-        source = self._indices(prompt_blocks, "prompt_blocks")
-        destination = self._indices(decoder_blocks, "decoder_blocks")
-        if len(source) != len(destination) or not len(source):
-            raise refused(
-                ParamInvalid(
-                    f"prompt_blocks has {len(source)} and decoder_blocks {len(destination)} indices; "
-                    "allowed are equal lengths above 0"
-                )
-            )
+        try:
+            source, destination = self._check_block_lists(
+            "prompt_blocks", prompt_blocks, "decoder_blocks", decoder_blocks
+        )
         layers = self._check_layers(decoder_kv_cache, kwargs)
         if kwargs:
             self._warn_unknown("pull_blocks", kwargs, LAYER_ARGUMENTS)
-        verbose = self._logger.isEnabledFor(logging.INFO)
+        verbose = self._verbose()
         if verbose:
             info("pull_blocks %s into %s, %d blocks, %s", prompt_cache_key, decoder_kv_cache, len(source), kwargs)
-        self._engine.transfers.pull_blocks(
-            prompt_cache_key.cluster_id,
-            self._blocks_key(prompt_cache_key),
-            decoder_kv_cache.cache_id,
-            source,
-            destination,
-            layers,
-        )
+        try:
+            self._engine.transfers.pull_blocks(
+                prompt_cache_key.cluster_id,
+                self._blocks_key(prompt_cache_key),
+                self._own_id("decoder_kv_cache", decoder_kv_cache),
+                source,
+                destination,
+                layers,
+            )
+        except ParamInvalid as e:
+            refused(e)
+            raise
         if verbose:
             info("pull_blocks %s done", prompt_cache_key)
 
+    # ------------------------------------------------------------------ local copies
+
+    def copy_cache(
+        self,
+        dst: KvCache,
+        src: KvCache,
+        dst_batch_index: int = 0,
+        src_batch_index: int = 0,
+        offset: int = 0,
+        size: int = -1,
+        req_id: int | None = None,
+    ) -> None:
+        """Copy one batch slot, or a part of it, from cache to cache in this engine.
+
+        Parameters
+        ----------
+        dst, src : KvCache
+            Of this manager, with equally many tensors.
+        dst_batch_index, src_batch_index : int, default 0
+            Batch slots.
+        offset : int, default 0
+            Bytes from the start of the slot, the same on both sides.
+        size : int, default -1
+            Bytes per tensor, above 0; -1 means the rest of the source slot.
+        req_id : int, optional
+            Only goes into the log.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For arguments of another type or width.
+        LLMException
+            LLM_PARAM_INVALID (also a ValueError) for what does not fit or a HOST cache; LLM_KV_CACHE_NOT_EXIST;
+            LLM_ENGINE_FINALIZED. Nothing is written then.
+
+        Notes
+        -----
+        Any role. May be called at the same time as other copies.
+        """
+        self._engine.require_open()
+        self._device_cache("dst", dst)
+        self._device_cache("src", src)
+        if req_id is not None:
+            any_integer("req_id", req_id)
+        destination, source = self._own_id("dst", dst), self._own_id("src", src)
+        self._copy_cache(
+            destination, source, dst_batch_index, src_batch_index, offset, size, req_id, plain_caches=False
+        )
+
+    def copy_blocks(self, cache: KvCache, copy_block_info: dict[int, list[int]]) -> None:
+        """Copy blocks inside a cache.
+
+        Parameters
+        ----------
+        cache : KvCache
+            Of this manager.
+        copy_block_info : dict of int to list of int
+            From each source block to its destinations, in order: a later copy sees what an earlier one wrote.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For arguments of another type or width, or a negative index.
+        LLMException
+            LLM_PARAM_INVALID for an index at or above the number of blocks or a HOST cache; LLM_KV_CACHE_NOT_EXIST;
+            LLM_ENGINE_FINALIZED. Nothing is written then.
+
+        Notes
+        -----
+        Any role.
+        """
+        self._engine.require_open()
+        self._device_cache("cache", cache)
+        pairs = self._check_copy_info(copy_block_info)
+        info("copy_blocks in cache %d, %d pairs", cache.cache_id, len(pairs))
+        self._engine.copies.copy_blocks(self._own_id("cache", cache), pairs, need_blocks=False)
+        info("copy_blocks in cache %d done", cache.cache_id)
+
+    def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[int, int]) -> None:
+        """Copy blocks between a cache of this manager and one on the user's host memory, in either direction.
+
+        Parameters
+        ----------
+        src, dst : KvCache
+            One from `KvCache.create_cpu_cache`, the other of this manager; blocks and tensors alike.
+        src_to_dst : dict of int to int
+            From source blocks to destination blocks. The source stays as it is.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For arguments of another type or width.
+        AttributeError
+            When a cache is None.
+        LLMException
+            LLM_PARAM_INVALID (also a ValueError) for what does not fit or a deallocated cache; LLM_FAILED when an
+            address has no memory; LLM_ENGINE_FINALIZED.
+
+        Notes
+        -----
+        Any role.
+        """
+        self._engine.require_open()
+        check_isinstance("src", src, KvCache)
+        check_isinstance("dst", dst, KvCache)
+        self._swap_blocks(src, dst, src.per_device_tensor_addrs, dst.per_device_tensor_addrs, src_to_dst)
+
+    # ------------------------------------------------------------------ asynchronous transfers
+
+    def transfer_cache_async(
+        self,
+        src_cache: KvCache,
+        layer_synchronizer: LayerSynchronizer,
+        transfer_configs: Sequence[TransferConfig],
+        src_block_indices: Sequence[int] | None = None,
+        dst_block_indices: Sequence[int] | None = None,
+        dst_block_memory_size: int | None = None,
+    ) -> CacheTask:
+        """Send a cache to decoders layer by layer, as each layer becomes ready.
+
+        Parameters
+        ----------
+        src_cache : KvCache
+            Of this manager, with an even number of tensors: two make a layer.
+        layer_synchronizer : LayerSynchronizer
+            Its ``synchronize_layer`` returns when a layer may be sent. It runs in a thread of the task.
+        transfer_configs : list or tuple of TransferConfig
+            Destinations. A ``src_layer_range`` of None becomes all layers.
+        src_block_indices, dst_block_indices : list of int, optional
+            Send these blocks to these; without, one batch slot is sent.
+        dst_block_memory_size : int, optional
+            Bytes of a destination block: those of a source block, or 0.
+
+        Returns
+        -------
+        CacheTask
+            Gives one result for each configuration.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For arguments of another type or width.
+        LLMException
+            LLM_PARAM_INVALID (also a ValueError) for another role than PROMPT, a HOST cache, or what does not fit;
+            LLM_ENGINE_FINALIZED.
+
+        Notes
+        -----
+        Role PROMPT only, one device. Results: LLM_SUCCESS; LLM_PARAM_INVALID when a layer never became ready, or an
+        address is not inside one tensor that the receiving engine allocated; LLM_FAILED when the synchronizer raised;
+        LLM_KV_CACHE_NOT_EXIST, LLM_NOT_YET_LINK, LLM_LINK_BUSY, LLM_WAIT_PROCESS_TIMEOUT. The first failure ends the
+        task.
+        """
+        self._engine.require_open()
+        self._require_role("transfer_cache_async", LLMRole.PROMPT)
+        self._device_cache("src_cache", src_cache)
+        return self._transfer_cache_async(
+            self._own_id("src_cache", src_cache),
+            src_cache.cache_desc,
+            layer_synchronizer,
+            transfer_configs,
+            src_block_indices,
+            dst_block_indices,
+            dst_block_memory_size,
+            by_key=False,
+            cache_to_blocks=False,
+        )
+
     # ------------------------------------------------------------------ checks
+
+    def _switch_role(self, role: LLMRole) -> None:
+        self._role = role
 
     def _require_role(self, name: str, role: LLMRole) -> None:
         if self._role is not role:
@@ -374,14 +544,16 @@ class KvCacheManager:
             raise refused(ParamInvalid(f"{name} is on {cache.cache_desc.placement}, allowed is DEVICE"))
 
     @staticmethod
-    def _check_desc(desc: CacheDesc) -> None:
-        check_isinstance("cache_desc", desc, CacheDesc)
-        if desc.num_tensors <= 0:
-            raise refused(ParamInvalid("num_tensors is 0, allowed are 1 and more"))
+    def _check_device_desc(desc: CacheDesc) -> None:
+        Manager._check_desc(desc)
         if desc.placement is not Placement.DEVICE:
             raise refused(ParamInvalid(f"placement is {desc.placement}, allowed is DEVICE"))
-        if not 1 <= len(desc.shape) <= MAX_DIMENSIONS:
-            raise refused(ParamInvalid(f"shape has {len(desc.shape)} dimensions, allowed are 1 to {MAX_DIMENSIONS}"))
+
+    def _own_id(self, name: str, cache: KvCache) -> int:
+        """Give a cache's id in this engine; refuse caches of another engine, which may have the same id."""
+        if cache._collected is not self._dropped:
+            raise self._foreign(name, cache.cache_id)
+        return cache.cache_id
 
     def _allocate(self, desc: CacheDesc, keys: list[Key | None], *, blocks: bool) -> KvCache:
         from llm_datadist._engine.caches import Geometry
@@ -391,42 +563,4 @@ class KvCacheManager:
         cache = self._engine.caches.allocate(geometry, keys)
         info("allocated cache %d", cache.id)
         addresses = [list(device) for device in cache.addresses]
-        return KvCache._made(cache.id, desc, addresses, self._engine.caches.dropped.append)
-
-    def _owned_key(self, key: CacheKey) -> Key | None:
-        """Give the key that an owner binds, or None for padding."""
-        _, request, prefix, _ = self._kinds
-        if key.prefix_id == UINT64_MAX:
-            return None if key.req_id == UINT64_MAX else self._key(request, key.req_id, key.model_id)
-        if key.req_id != UINT64_MAX:
-            raise refused(ParamInvalid(f"{key} has a req_id and a prefix_id, allowed is one of them"))
-        return self._key(prefix, key.prefix_id, key.model_id)
-
-    def _pulled_key(self, key: CacheKey | CacheKeyByIdAndIndex) -> tuple[Key, int]:
-        """Give the key that a pull looks for, and the slot that it names if it goes by cache id."""
-        if isinstance(key, CacheKeyByIdAndIndex):
-            # No cache has an id below 1, so 0 stands for what can't exist.
-            return self._key(self._kinds[0], max(key.cache_id, 0), 0), key.batch_index
-        owned = self._owned_key(key)
-        if owned is None:
-            raise refused(ParamInvalid(f"{key} has neither a req_id nor a prefix_id, allowed is one of them"))
-        return owned, 0
-
-    def _blocks_key(self, key: BlocksCacheKey) -> Key:
-        return self._key(self._kinds[3], UINT64_MAX, key.model_id)
-
-    def _check_layers(self, cache: KvCache, kwargs: dict[str, Any]) -> Layers:
-        if not kwargs:
-            return self._layers()
-        source = kwargs.get("src_layer_range")
-        destination = kwargs.get("dst_layer_range")
-        ranged = source is not None or destination is not None
-        count = check_pulled_layers(kwargs.get("tensor_num_per_layer"), cache.cache_desc.num_tensors, ranged)
-        return self._layers(
-            check_layer_range("src_layer_range", source), check_layer_range("dst_layer_range", destination), count
-        )
-
-    def _warn_unknown(self, name: str, kwargs: dict[str, Any], known: frozenset[str]) -> None:
-        for unknown in kwargs.keys() - known - self._warned:
-            self._warned.add(unknown)
-            warnings.warn(f"{name} ignores the unknown argument {unknown!r}", RuntimeWarning, stacklevel=3)
+        return KvCache._made(cache.id, desc, addresses, self._dropped)

@@ -33,6 +33,7 @@ from llm_datadist._engine.directory import (
     Record,
 )
 from llm_datadist._engine.space import Space
+from llm_datadist._log import get_logger
 from llm_datadist.backend import Backend, BackendError, MemoryKind, Region
 from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
 
@@ -218,9 +219,7 @@ class Caches:
                         region = self._backend.register(device, address, geometry.tensor_bytes, geometry.kind)
                     except BackendError as e:
                         text = f"tensor {i} at {address:#x} can't be registered: {e.text}"
-                        raise codes.exception_of(
-                            BackendError(e.kind, text, e.native_code), self._cache_manager
-                        ) from e
+                        raise codes.exception_of(BackendError(e.kind, text, e.native_code), self._cache_manager) from e
                     undo.callback(self._backend.unregister, region, address, geometry.tensor_bytes)
                     where.append((region, address))
                 try:
@@ -494,7 +493,9 @@ class Caches:
                 self._unbind(binding)
                 self._release_if_unused(binding.cache)
         while self.dropped:
-            self._drop(self.dropped.popleft())
+            cache_id = self.dropped.popleft()
+            get_logger().info("cache %d was collected without deallocate_cache: deallocating it", cache_id)
+            self._drop(cache_id)
         waiting, self._pinned = self._pinned, []
         for cache in waiting:
             self._look_at_pins(cache)

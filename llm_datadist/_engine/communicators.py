@@ -81,9 +81,7 @@ class Communicators:
         try:
             meeting = digest(name, ranks, json.loads(table))
         except (ValueError, RecursionError) as e:
-            raise LLMException(
-                f"rank_table is not JSON: {e}", status_code=LLMStatusCode.LLM_LINK_FAILED
-            ) from e
+            raise LLMException(f"rank_table is not JSON: {e}", status_code=LLMStatusCode.LLM_LINK_FAILED) from e
         comm = Communicator(name, meeting, dict(ranks), time.monotonic_ns() + self._total_ns)
         with self._lock:
             if len(self._comms) >= LIMIT:
@@ -125,9 +123,7 @@ class Communicators:
     def _get(self, number: int) -> Communicator:
         comm = self._comms.get(number)
         if comm is None:
-            raise LLMException(
-                f"communicator {number} does not exist", status_code=LLMStatusCode.LLM_NOT_YET_LINK
-            )
+            raise LLMException(f"communicator {number} does not exist", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
         return comm
 
     def _entered(self, link: Link) -> None:
@@ -171,7 +167,7 @@ class Communicators:
             with comm.changed:
                 while not comm.linked.issuperset(others):
                     left = control.remaining(comm.deadline_ns)
-                    if comm.state is not CommState.PREPARING or not comm.changed.wait(left) and not left:
+                    if comm.state is not CommState.PREPARING or (not comm.changed.wait(left) and not left):
                         missing = sorted(set(others) - comm.linked)
                         raise TimedOut(f"clusters {missing} did not come in time")
         finally:
@@ -201,11 +197,7 @@ class Communicators:
                         raise TimedOut(f"cluster {cluster} did not come in time") from None
                     comm.changed.wait(RETRY_S)
                 continue
-            try:
-                self._links.greet(channel, request, comm.deadline_ns)
-            except BaseException:
-                channel.close()
-                raise
+            self._links.greet(channel, request, comm.deadline_ns)
             return
 
 

@@ -22,7 +22,6 @@ from llm_datadist._engine.paths import Rules
 from llm_datadist._engine.space import Space
 from llm_datadist._engine.transfers import Transfers
 from llm_datadist._log import get_logger
-from llm_datadist.backend import Backend as _Backend
 from llm_datadist.backend import BackendError, MemoryKind
 from llm_datadist.status import LLMException, LLMStatusCode
 
@@ -100,10 +99,14 @@ class Engine:
         if self.config.cache_manager:
             return self._reserve_paged_pools()
         pools = []
+        limit = self.config.memory_limit
+        # A share of 0 is allowed, a region without a byte is not.
+        wanted = None if limit is None else max(limit, 1)
         for device in self.config.devices:
-            region = self.backend.reserve(device, None, MemoryKind.DEVICE)
-            limit = region.nbytes if self.config.memory_limit is None else self.config.memory_limit
-            pools.append(Pool(region, Space(region.nbytes, TENSOR_ALIGNMENT), limit))
+            region = self.backend.reserve(device, wanted, MemoryKind.DEVICE)
+            pools.append(
+                Pool(region, Space(region.nbytes, TENSOR_ALIGNMENT), region.nbytes if limit is None else limit)
+            )
         return pools
 
     def _reserve_paged_pools(self) -> list[Pool]:
@@ -127,7 +130,7 @@ class Engine:
         if self.config.cache_manager:
             results = self._each(requests, lambda fitting: self.links.link(fitting, timeout_ms), self._may_link)
             return _last_failure(results, requests), results
-        refusal = self._check_requests(requests)
+        refusal = self._check_number(requests) or self._check_addresses(requests)
         if refusal is not None:
             return refusal, []
         if not self.links.one_call().acquire(blocking=False):
@@ -148,7 +151,7 @@ class Engine:
     def unlink_clusters(
         self, requests: Sequence[LinkRequest], timeout_ms: int, force: bool, *, as_client: bool
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Unlink clusters."""
+        """Unlink clusters; those without any address are unlinked by their id alone."""
         if self.config.cache_manager:
             results = self._each(
                 requests,
@@ -156,7 +159,7 @@ class Engine:
                 lambda request: force or len(request.remote) <= 1,
             )
             return _last_failure(results, requests), results
-        refusal = self._check_requests(requests)
+        refusal = self._check_number(requests) or self._check_addresses([r for r in requests if r.local or r.remote])
         if refusal is not None:
             return refusal, []
         if not self.links.one_call().acquire(blocking=False):
@@ -181,14 +184,18 @@ class Engine:
         results = iter(run([request for request in requests if fits(request)]))
         return [next(results) if fits(request) else LLMStatusCode.LLM_PARAM_INVALID for request in requests]
 
-    def _check_requests(self, requests: Sequence[LinkRequest]) -> LLMStatusCode | None:
-        devices = len(self.config.devices)
+    @staticmethod
+    def _check_number(requests: Sequence[LinkRequest]) -> LLMStatusCode | None:
         if not requests:
             get_logger().error("the list of clusters is empty")
             return LLMStatusCode.LLM_PARAM_INVALID
         if len(requests) > CLUSTERS_PER_CALL:
             get_logger().error("%d clusters in one call, allowed are %d", len(requests), CLUSTERS_PER_CALL)
             return LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT
+        return None
+
+    def _check_addresses(self, requests: Sequence[LinkRequest]) -> LLMStatusCode | None:
+        devices = len(self.config.devices)
         for request in requests:
             local, remote = len(request.local), len(request.remote)
             if local != devices or remote != devices:

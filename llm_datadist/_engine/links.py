@@ -18,7 +18,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,13 +169,16 @@ class Links:
         self._accepting = 0
         self._one_call = threading.Lock()
         self._closing = False
+        self._handshakes: set[Channel] = set()
+        self._handshake_ended = threading.Condition(self._lock)
 
     # ------------------------------------------------------------------ looking up
 
     def to(self, cluster_id: int, *, accepted: bool = False) -> Link:
         """Give a usable link to a cluster, or raise NOT_YET_LINK.
 
-        In KvCacheManager mode, where two ends may bear one cluster id, it is the one that this engine made, or has accepted.
+        In KvCacheManager mode, where two ends may bear one cluster id, it is the one that this engine made, or has
+        accepted.
         """
         links = self._routes.get((cluster_id, accepted and not self.terms.cache_manager), ())
         for link in reversed(links):
@@ -201,6 +205,11 @@ class Links:
         self._listeners = [item for item in self._listeners if item[1] not in closed]
         for sock in closed:
             self._service.release(sock)
+
+    def any_made(self) -> bool:
+        """Say whether a user of this side has made a link that is still known."""
+        with self._lock:
+            return any(link.wanted for link in self._links.values())
 
     def any_live(self) -> bool:
         """Say whether any link is usable."""
@@ -247,12 +256,30 @@ class Links:
             get_logger().warning("refused a link: %s", e)
         else:
             try:
-                self._answer(channel)
+                with self._handshake(channel):
+                    self._answer(channel)
             except (Gone, TimedOut, Malformed, Unreadable, BackendError, Refused, OSError, ValueError) as e:
                 get_logger().warning("a link with process %d did not come about: %s", channel.pid, e)
-                channel.close()
         finally:
             self._service.call(self._served)
+
+    @contextmanager
+    def _handshake(self, channel: Channel) -> Iterator[None]:
+        """Close a channel whose handshake fails, and let `close` end the handshake, which writes to the directory."""
+        try:
+            with self._lock:
+                if self._closing:
+                    raise Gone("this engine is being finalized")
+                self._handshakes.add(channel)
+            yield
+        except BaseException:
+            # A link that was made already has the service thread close the channel, so nobody else may.
+            self._service.dispose(channel)
+            raise
+        finally:
+            with self._lock:
+                self._handshakes.discard(channel)
+                self._handshake_ended.notify_all()
 
     def _answer(self, channel: Channel) -> None:
         frame, fds = channel.receive(time.monotonic_ns() + HANDSHAKE_NS)
@@ -369,12 +396,8 @@ class Links:
         step = "connecting"
         try:
             channel = control.connect(self._namespace, request.remote[0], deadline_ns)
-            try:
-                step = "greeting"
-                self.greet(channel, request, deadline_ns)
-            except BaseException:
-                channel.close()
-                raise
+            step = "greeting"
+            self.greet(channel, request, deadline_ns)
         except TimedOut as e:
             code, why = codes.timeout_code(self.terms.cache_manager), str(e)
         except Refused as e:
@@ -395,8 +418,12 @@ class Links:
     def _is_self(self, request: LinkRequest) -> bool:
         return request.cluster_id == self.terms.cluster_id
 
-    def greet(self, channel: Channel, request: LinkRequest, deadline_ns: int) -> Link:
-        """Make a link over a fresh connection, as its client."""
+    def greet(self, channel: Channel, request: LinkRequest, deadline_ns: int) -> None:
+        """Make a link over a fresh connection, as its client; on failure the channel is closed."""
+        with self._handshake(channel):
+            self._greet(channel, request, deadline_ns)
+
+    def _greet(self, channel: Channel, request: LinkRequest, deadline_ns: int) -> None:
         slot, epoch = self._take_slot()
         link = None
         try:
@@ -612,7 +639,7 @@ class Links:
         found = [link for link in self._routes.get((request.cluster_id, not as_client), ()) if not link.comm]
         if self.terms.cache_manager:
             found = [link for link in self._routes.get((request.cluster_id, False), ()) if not link.comm]
-        elif found and as_client and found[0].addresses != tuple(map(str, request.remote)):
+        elif found and as_client and request.remote and found[0].addresses != tuple(map(str, request.remote)):
             get_logger().error(
                 "cluster %d is linked at %s, not at %s", request.cluster_id, found[0].addresses, request.remote
             )
@@ -757,6 +784,9 @@ class Links:
         """Unlink everything locally and stop to listen."""
         with self._lock:
             self._closing = True
+            for channel in self._handshakes:
+                channel.hang_up()
+            self._handshake_ended.wait_for(lambda: not self._handshakes, control.remaining(deadline_ns))
             links = list(self._links.values())
         for _, sock in self._listeners:
             self._service.release(sock)
@@ -771,6 +801,8 @@ class Links:
         """Close the descriptors in a forked child, and break every link."""
         for _, sock in self._listeners:
             sock.close()
+        for channel in list(self._handshakes):
+            channel.abandon()
         for link in list(self._links.values()):
             link.state, link.reason = State.GONE, "inherited by a forked child"
             link.channel.abandon()

@@ -1,7 +1,7 @@
 """Find what a key or an address of a peer stands for, and check it against a local cache.
 
-What comes out is ready to be copied: base addresses of tensor pairs, and the words that guard them. Nothing here asks the
-peer's process for anything, and nothing that it published is trusted further than its own memory.
+What comes out is ready to be copied: base addresses of tensor pairs, and the words that guard them. Nothing here asks
+the peer's process for anything, and nothing that it published is trusted further than its own memory.
 """
 
 from __future__ import annotations
@@ -166,9 +166,7 @@ def check_access(rules: Rules, cache: Cache, record: Record, *, pull: bool, same
         raise ParamInvalid("the side with the HOST cache needs a device pool: set llm.MemPoolConfig there")
 
 
-def pull_path(
-    link: Link, found: Found, cache: Cache, layers: Layers, rules: Rules, *, same_form: bool = True
-) -> Path:
+def pull_path(link: Link, found: Found, cache: Cache, layers: Layers, rules: Rules, *, same_form: bool = True) -> Path:
     """Pair the tensors of a source with those of a local destination."""
     record = found.record
     if found.key.kind == CACHE and found.slot >= record.slots:

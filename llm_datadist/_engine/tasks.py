@@ -87,7 +87,9 @@ class LayerTask:
             get_logger().error("synchronize_layer(%d) raised %r", layer, e, exc_info=True)
             return self._fail(wanting, LLMStatusCode.LLM_FAILED, f"synchronize_layer({layer}) raised {e!r}")
         if not ready:
-            return self._fail(wanting, LLMStatusCode.LLM_PARAM_INVALID, f"synchronize_layer({layer}) returned {ready!r}")
+            return self._fail(
+                wanting, LLMStatusCode.LLM_PARAM_INVALID, f"synchronize_layer({layer}) returned {ready!r}"
+            )
         for i in wanting:
             reason = self._stopped()
             if reason is not None:

@@ -46,7 +46,7 @@ class Transfers:
         cache = self._caches.begin(cache_id)
         try:
             here = cache.geometry
-            select("dst_layer_range", layers.destination, layers.per_layer, here.num_tensors)
+            self._check_local(cache, layers)
             check_index("destination block", destination.maximum, here.slots, f"the blocks of cache {cache.id}")
 
             def runs(found: Found) -> Runs:
@@ -81,7 +81,7 @@ class Transfers:
             if nbytes <= 0:
                 raise ParamInvalid(f"dst_cache_offset is {do}, allowed are 0 to {here.stride - 1}")
             check_span("destination", "dst_cache_offset", do, nbytes, here.stride)
-            select("dst_layer_range", layers.destination, layers.per_layer, here.num_tensors)
+            self._check_local(cache, layers)
 
             def runs(found: Found) -> Runs:
                 stride = found.record.stride
@@ -100,7 +100,7 @@ class Transfers:
         cache = self._caches.begin(cache_id)
         try:
             here = cache.geometry
-            select("dst_layer_range", layers.destination, layers.per_layer, here.num_tensors)
+            self._check_local(cache, layers)
             check_index("destination block", destination.maximum, here.slots, f"the blocks of cache {cache.id}")
 
             def runs(found: Found) -> Runs:
@@ -111,6 +111,14 @@ class Transfers:
             self._pull(cluster_id, key, slot, cache, layers, runs, spend=True, blocks=False, same_form=False)
         finally:
             self._caches.end(cache)
+
+    @staticmethod
+    def _check_local(cache: Cache, layers: Layers) -> None:
+        n = layers.per_layer
+        destination = select("dst_layer_range", layers.destination, n, cache.geometry.num_tensors)
+        if layers.source is not None:
+            # How many it selects is known here, whether the source has them is not.
+            pair_tensors(range(layers.source.start * n, layers.source.stop * n), destination)
 
     def _pull(
         self,
@@ -161,7 +169,14 @@ class Transfers:
     # ------------------------------------------------------------------ pushes
 
     def push_slot(
-        self, cluster_id: int, key: Key, slot: int, cache_id: int, batch_index: int, layers: Sequence[tuple[int, int]], n: int
+        self,
+        cluster_id: int,
+        key: Key,
+        slot: int,
+        cache_id: int,
+        batch_index: int,
+        layers: Sequence[tuple[int, int]],
+        n: int,
     ) -> None:
         """Push one batch slot, layer after layer. ``layers`` are (source, destination) pairs of ``n`` tensors each."""
         cache = self._caches.begin(cache_id)
@@ -277,9 +292,7 @@ class Transfers:
                         link.kept.pop(AddressTable, None)
                         self._look_again(link, e, deadline_ns)
 
-    def _write(
-        self, link: Link, record: Record, plan: Plan, guard: Guard, deadline_ns: int, route: int
-    ) -> None:
+    def _write(self, link: Link, record: Record, plan: Plan, guard: Guard, deadline_ns: int, route: int) -> None:
         link.board.pin(link.peer_slot, record.generation)
         try:
             link.endpoint.write(plan, guard, deadline_ns, route)

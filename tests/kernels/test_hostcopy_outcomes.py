@@ -212,6 +212,34 @@ def test_other_threads_run_during_a_long_copy(scene: Scene) -> None:
     assert after - before >= 10
 
 
+@pytest.mark.parametrize(("nbytes", "kept"), [(64 << 10, True), (1 << 20, False)])
+def test_a_small_copy_keeps_the_gil(scene: Scene, nbytes: int, kept: bool) -> None:
+    """With a busy thread beside it, whoever gives the GIL away waits a whole switch interval for it."""
+    plan = Plan(Bases([scene.source.ctypes.data], [scene.destination.ctypes.data]), span_runs(0, 0, nbytes))
+    former = sys.getswitchinterval()
+    stop = False
+
+    def spin() -> None:
+        while not stop:
+            pass
+
+    busy = threading.Thread(target=spin)
+    sys.setswitchinterval(0.3)
+    try:
+        busy.start()
+        time.sleep(0.001)  # comes back with a fresh interval
+        begin = time.monotonic()
+        copies = 0
+        while copies < 2000 and time.monotonic() - begin < 0.2:
+            assert copy(plan, None, None, 0, 1) == DONE
+            copies += 1
+        assert (copies == 2000) is kept
+    finally:
+        stop = True
+        busy.join()
+        sys.setswitchinterval(former)
+
+
 INTERRUPTED = """
 import sys, threading, time
 sys.path.insert(0, {folder!r})
