@@ -128,11 +128,17 @@ class Manager:
             self._warned.add(unknown)
             warnings.warn(f"{name} ignores the unknown argument {unknown!r}", RuntimeWarning, stacklevel=3)
 
+    def _check_blocks(self, name: str, blocks: Sequence[int]) -> Indices:
+        try:
+            return self._indices(blocks, name)
+        except (TypeError, ValueError) as e:
+            raise refused(e)
+
     def _check_block_lists(
         self, source_name: str, source: Sequence[int], destination_name: str, destination: Sequence[int]
     ) -> tuple[Indices, Indices]:
-        sources = self._indices(source, source_name)
-        destinations = self._indices(destination, destination_name)
+        sources = self._check_blocks(source_name, source)
+        destinations = self._check_blocks(destination_name, destination)
         if len(sources) != len(destinations) or not len(sources):
             raise refused(
                 ParamInvalid(
@@ -252,8 +258,10 @@ class Manager:
         from llm_datadist._engine.targets import TENSORS_PER_LAYER, Source
         from llm_datadist._engine.tasks import LayerTask
 
-        sources = None if source_blocks is None else self._indices(source_blocks, "src_block_indices")
-        destinations = None if destination_blocks is None else self._indices(destination_blocks, "dst_block_indices")
+        sources = None if source_blocks is None else self._check_blocks("src_block_indices", source_blocks)
+        destinations = (
+            None if destination_blocks is None else self._check_blocks("dst_block_indices", destination_blocks)
+        )
         if block_bytes is not None:
             uint64("dst_block_memory_size", block_bytes)
         sources = sources if sources is not None and len(sources) else None

@@ -492,8 +492,8 @@ class CacheManager(Manager):
         if by_blocks:
             source, destination = self._check_block_lists("src_blocks", src_blocks, "dst_blocks", dst_blocks)
         else:
-            source = self._indices(src_blocks, "src_blocks")
-            destination = self._indices(dst_blocks, "dst_blocks")
+            source = self._check_blocks("src_blocks", src_blocks)
+            destination = self._check_blocks("dst_blocks", dst_blocks)
             if len(source) or not len(destination):
                 raise refused(
                     ParamInvalid(

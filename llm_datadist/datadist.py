@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import sys
 import threading
 import time
@@ -380,7 +381,7 @@ class LLMDataDist:
             uint32("cluster_rank_info value", rank)
         typed("rank_table", rank_table, str)
         ranks = list(cluster_rank_info.values())
-        if len(ranks) < 2 or any(a >= b for a, b in zip(ranks, ranks[1:])):
+        if len(ranks) < 2 or any(a >= b for a, b in itertools.pairwise(ranks)):
             raise refused(_wrong_members(cluster_rank_info))
         if self._cluster_id not in cluster_rank_info:
             raise refused(
@@ -456,7 +457,7 @@ class LLMDataDist:
         if engine.config.transfer_backend is not None:
             raise refused(
                 LLMException(
-                    f"{name} does not work with llm.TransferBackend {engine.config.transfer_backend}: use link_clusters",
+                    f"{name} does not work with llm.TransferBackend {engine.config.transfer_backend}, use link_clusters",
                     status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                 )
             )

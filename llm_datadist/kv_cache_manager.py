@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KvCacheManager"]
 
+
 class KvCacheManager(Manager):
     """Caches of one engine, and pulls into them. `LLMDataDist.kv_cache_manager` gives it.
 
@@ -335,10 +336,7 @@ class KvCacheManager(Manager):
         self._require_role("pull_blocks", LLMRole.DECODER)
         typed("prompt_cache_key", prompt_cache_key, BlocksCacheKey)
         self._device_cache("decoder_kv_cache", decoder_kv_cache)
-        try:
-            source, destination = self._check_block_lists(
-            "prompt_blocks", prompt_blocks, "decoder_blocks", decoder_blocks
-        )
+        source, destination = self._check_block_lists("prompt_blocks", prompt_blocks, "decoder_blocks", decoder_blocks)
         layers = self._check_layers(decoder_kv_cache, kwargs)
         if kwargs:
             self._warn_unknown("pull_blocks", kwargs, LAYER_ARGUMENTS)

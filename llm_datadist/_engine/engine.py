@@ -22,7 +22,7 @@ from llm_datadist._engine.paths import Rules
 from llm_datadist._engine.space import Space
 from llm_datadist._engine.transfers import Transfers
 from llm_datadist._log import get_logger
-from llm_datadist.backend import BackendError, MemoryKind
+from llm_datadist.backend import Backend, BackendError, MemoryKind
 from llm_datadist.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
