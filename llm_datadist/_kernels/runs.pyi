@@ -31,6 +31,12 @@ class Runs:
     @property
     def nbytes(self) -> int:
         """Bytes of one tensor pair."""
+    @property
+    def source_end(self) -> int:
+        """Offset of the furthest byte that is read, plus 1."""
+    @property
+    def destination_end(self) -> int:
+        """Offset of the furthest byte that is written, plus 1."""
     def __len__(self) -> int: ...
     def tolist(self) -> list[tuple[int, int, int]]: ...
 
