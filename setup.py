@@ -12,7 +12,7 @@ DEBUG = os.environ.get("LLM_DATADIST_CYTHON_DEBUG") == "1"
 
 # The one table of compiled modules. They all live in one folder, because Cython does not follow
 # ``package_dir`` and so cannot cimport from ``backends/``.
-KERNELS = ("runs", "hostcopy", "words")
+KERNELS = ("runs", "hostcopy", "process", "words")
 
 DIRECTIVES = {
     "language_level": 3,
@@ -27,7 +27,7 @@ EXTENSIONS = [
     Extension(
         f"llm_datadist._kernels.{name}",
         [f"llm_datadist/_kernels/{name}.pyx"],
-        depends=["llm_datadist/_kernels/atomics.h", "llm_datadist/_kernels/copy.h"],
+        depends=[f"llm_datadist/_kernels/{name}.h" for name in ("atomics", "copy", "plan", "process")],
         extra_compile_args=["-std=gnu11", "-O1" if DEBUG else "-O3", "-pthread", "-Wall", "-Wno-unused-function"],
         extra_link_args=["-pthread"],
     )

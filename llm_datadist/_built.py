@@ -7,6 +7,7 @@ __all__ = ["require_built"]
 _PARTS = (
     "llm_datadist.backends",
     "llm_datadist._kernels.hostcopy",
+    "llm_datadist._kernels.process",
     "llm_datadist._kernels.runs",
     "llm_datadist._kernels.words",
 )

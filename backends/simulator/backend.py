@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from llm_datadist._kernels.runs import Plan
 from llm_datadist.backend import (
     Backend,
     BackendError,
@@ -23,6 +26,7 @@ from llm_datadist.backends.simulator import exports, limits
 from llm_datadist.backends.simulator.endpoint import SimulatorEndpoint
 from llm_datadist.backends.simulator.faults import Faults
 from llm_datadist.backends.simulator.pools import Pools
+from llm_datadist.backends.simulator.registered import REGISTERED, UserMemory
 from llm_datadist.backends.simulator.segments import MAX_SEGMENT_BYTES, READ_BY_PEERS, SHARED, Segment
 
 __all__ = ["SimulatorBackend"]
@@ -30,6 +34,9 @@ __all__ = ["SimulatorBackend"]
 DEFAULT_ADDRESS_SPACE: Final = 64 << 30
 DEFAULT_KEEP_FREE: Final = 1 << 30
 DEFAULT_COPY_THREADS: Final = 2
+
+PR_SET_PTRACER: Final = 0x59616D61
+PR_SET_PTRACER_ANY: Final = ctypes.c_ulong(-1)
 
 
 class SimulatorBackend(Backend):
@@ -41,11 +48,13 @@ class SimulatorBackend(Backend):
         Says how much memory may still be taken; by default what the kernel tells.
     """
 
-    capabilities = Capabilities(same_host=True, mapped_words=True, late_regions=False, alignment=512, sparse_pools=True)
+    capabilities = Capabilities(same_host=True, mapped_words=True, late_regions=True, alignment=512, sparse_pools=True)
 
     def __init__(self, room: Callable[[], limits.Room] = limits.room) -> None:
         #: Faults for tests; nothing is looked at or counted while it is None.
         self.faults: Faults | None = None
+        #: For tests: whether endpoints that are made from now on find that peers can't be read by their process id.
+        self.forbid_process = False
         self._room = room
         self._lock = threading.Lock()
         self._open = False
@@ -60,6 +69,10 @@ class SimulatorBackend(Backend):
         self._threads = int(options.get("llm.CopyThreads", DEFAULT_COPY_THREADS))
         self._pools = Pools(address_space, keep_free, self._room)
         self._windows: tuple[Segment, ...] = ()
+        self.user_memory = UserMemory()
+        self._nonce = ctypes.c_uint64(secrets.randbits(64))
+        if options.get("llm.Simulator.AllowPtracer") == "1":
+            _allow_ptracer()
         self._open = True
 
     def close(self) -> None:
@@ -84,7 +97,9 @@ class SimulatorBackend(Backend):
             return Window(directory.mapping.address, directory_bytes), Window(board.mapping.address, board_bytes)
 
     def reserve(self, device: int, nbytes: int | None, kind: MemoryKind) -> Region:
-        return self._pools.reserve(device, nbytes, kind)
+        region = self._pools.reserve(device, nbytes, kind)
+        self.user_memory.add(region.address, region.nbytes)
+        return region
 
     def commit(self, region: Region, offset: int, nbytes: int) -> None:
         self._pools.commit(region.id, offset, nbytes)
@@ -92,8 +107,18 @@ class SimulatorBackend(Backend):
     def discard(self, region: Region, offset: int, nbytes: int) -> None:
         self._pools.discard(region.id, offset, nbytes)
 
+    def register(self, device: int, address: int, nbytes: int, kind: MemoryKind) -> Region:
+        return self.user_memory.register(address, nbytes)
+
+    def unregister(self, region: Region, address: int, nbytes: int) -> None:
+        self.user_memory.unregister(address, nbytes)
+
+    def copy(self, plan: Plan, *, ordered: bool) -> None:
+        self.user_memory.copy(plan, self._threads, ordered=ordered)
+
     def hold(self, region: Region) -> object:
-        return self._pools.hold(region.id)
+        # Whoever registers memory keeps it; there is nothing here that could.
+        return None if region.id == REGISTERED else self._pools.hold(region.id)
 
     def export(self) -> Export:
         """Describe my windows and regions; the descriptors stay mine, and are valid until `close`."""
@@ -101,8 +126,14 @@ class SimulatorBackend(Backend):
             self._check_open()
             directory, board = self._windows
             pools = self._pools.regions()
-            data = exports.encode(directory.nbytes, board.nbytes, [region for region, _ in pools])
-            return Export(data, (directory.fd, board.fd, *(fd for _, fd in pools)))
+            described = exports.Description(
+                directory.nbytes,
+                board.nbytes,
+                self._nonce.value,
+                ctypes.addressof(self._nonce),
+                tuple(region for region, _ in pools),
+            )
+            return Export(exports.encode(described), (directory.fd, board.fd, *(fd for _, fd in pools)))
 
     def connect(self, peer: Export, pair: Pair, deadline_ns: int) -> SimulatorEndpoint:
         """Map a peer's memory. Nothing in here waits, so the deadline is never reached."""
@@ -148,3 +179,8 @@ def _window_segment(name: str, nbytes: int, seals: int) -> Segment:
 def _close_window(window: Segment) -> None:
     window.mapping.unmap()
     window.close()
+
+
+def _allow_ptracer() -> None:
+    """Let all processes of this user read this one. Fails without Yama, where they may already."""
+    ctypes.CDLL(None).prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)

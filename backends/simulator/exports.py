@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +15,13 @@ __all__ = ["Description", "decode", "encode"]
 VERSION: Final = 1
 MAX_BYTES: Final = 32 << 10
 
-_KEYS: Final = {"version", "directory", "board", "pools"}
+_RANGES: Final = {
+    "directory": (1, MAX_SEGMENT_BYTES),
+    "board": (1, MAX_SEGMENT_BYTES),
+    "nonce": (0, 2**64 - 1),
+    "nonce_address": (0, 2**63 - 1),
+}
+_KEYS: Final = {"version", "pools", *_RANGES}
 _POOL_RANGES: Final = {
     "id": (0, MAX_POOLS - 1),
     "device": (0, 2**31 - 1),
@@ -28,18 +33,32 @@ _POOL_RANGES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Sizes of the windows, and the pools, in the order of the descriptors that come along."""
+    """What a peer is told.
+
+    Parameters
+    ----------
+    directory, board : int
+        Sizes of the windows.
+    nonce : int
+        A random number, to find out whether the process that wrote this can be read.
+    nonce_address : int
+        Where that process holds it, in 8 bytes.
+    pools : tuple of Region
+        In the order of the descriptors that come along.
+    """
 
     directory: int
     board: int
+    nonce: int
+    nonce_address: int
     pools: tuple[Region, ...]
 
 
-def encode(directory: int, board: int, pools: Sequence[Region]) -> bytes:
+def encode(described: Description) -> bytes:
     """Write a description."""
-    fields = [{key: int(getattr(pool, key)) for key in _POOL_RANGES} for pool in pools]
-    description = {"version": VERSION, "directory": directory, "board": board, "pools": fields}
-    return json.dumps(description, separators=(",", ":")).encode()
+    pools = [{key: int(getattr(pool, key)) for key in _POOL_RANGES} for pool in described.pools]
+    sizes = {key: getattr(described, key) for key in _RANGES}
+    return json.dumps({"version": VERSION, **sizes, "pools": pools}, separators=(",", ":")).encode()
 
 
 def decode(data: bytes, descriptors: int) -> Description:
@@ -67,8 +86,7 @@ def decode(data: bytes, descriptors: int) -> Description:
         raise _invalid("has two pools with the same id")
     if descriptors != 2 + len(pools):
         raise _invalid(f"needs {2 + len(pools)} descriptors, but {descriptors} came along")
-    directory, board = (_integer(name, raw[name], 1, MAX_SEGMENT_BYTES) for name in ("directory", "board"))
-    return Description(directory, board, pools)
+    return Description(pools=pools, **{key: _integer(key, raw[key], *span) for key, span in _RANGES.items()})
 
 
 def _pool(position: int, fields: object) -> Region:

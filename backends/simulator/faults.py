@@ -6,13 +6,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 from llm_datadist._kernels import hostcopy
 from llm_datadist._kernels.runs import Plan
 from llm_datadist.backend import BackendError, Failure
 
-__all__ = ["Faults"]
+__all__ = ["Copy", "Faults"]
+
+#: `hostcopy.copy`, or what takes the same arguments.
+Copy: TypeAlias = Callable[..., int]
 
 #: How often a faked wait looks at the peer and at the clock.
 LOOK_SECONDS: Final = 0.02
@@ -45,13 +48,14 @@ class Faults:
 
     def copy(
         self,
+        copy: Copy,
         plan: Plan,
         guard: hostcopy.Guard | None,
         liveness: hostcopy.Liveness,
         deadline_ns: int,
         threads: int,
     ) -> int:
-        """Copy like `hostcopy.copy`, with the faults that are set."""
+        """Copy with `copy`, and with the faults that are set."""
         with self._lock:
             self._transfers += 1
             number = self._transfers
@@ -65,14 +69,14 @@ class Faults:
             if outcome != hostcopy.DONE:
                 return outcome
         if self.stall_at_byte is None:
-            return hostcopy.copy(plan, guard, liveness, deadline_ns, threads)
+            return copy(plan, guard, liveness, deadline_ns, threads)
         stall = min(self.stall_at_byte, plan.runs.nbytes * len(plan.bases))
-        outcome = hostcopy.copy(plan, guard, liveness, deadline_ns, threads, 0, stall)
+        outcome = copy(plan, guard, liveness, deadline_ns, threads, 0, stall)
         if outcome == hostcopy.DONE:
             self.stall_entered.set()
             outcome = _wait(self.resume.wait, liveness, deadline_ns)
         if outcome == hostcopy.DONE:
-            outcome = hostcopy.copy(plan, guard, liveness, deadline_ns, threads, stall, -1)
+            outcome = copy(plan, guard, liveness, deadline_ns, threads, stall, -1)
             # Nothing is untouched any more, whatever the second half found before its own first byte.
             outcome = hostcopy.TORN if outcome == hostcopy.STALE else outcome
         return outcome

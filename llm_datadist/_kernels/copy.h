@@ -179,35 +179,64 @@ static inline const struct dd_run *dd_find(const struct dd_plan *plan, uint64_t 
     return plan->runs + low;
 }
 
-/* Needs begin < end <= bytes of the plan. Up to two groups stay in the queue. */
+/* Walks over bytes [begin, end) of a plan, one part of a run at a time. */
+struct dd_cursor {
+    const struct dd_plan *plan;
+    const struct dd_base *base;
+    const struct dd_run *run;
+    uint64_t offset; /* in this tensor */
+    uint64_t left;
+};
+
+/* Needs begin < end <= bytes of the plan. */
+static inline struct dd_cursor dd_walk(const struct dd_plan *plan, uint64_t begin, uint64_t end)
+{
+    uint64_t offset = begin % plan->tensor_bytes;
+    return (struct dd_cursor){
+        plan, plan->bases + begin / plan->tensor_bytes, dd_find(plan, offset), offset, end - begin,
+    };
+}
+
+/* Bytes of the run at hand that lie behind. */
+static inline uint64_t dd_done(const struct dd_cursor *cursor)
+{
+    return cursor->offset - (cursor->run == cursor->plan->runs ? 0 : (uint64_t)cursor->run[-1].end);
+}
+
+/* Needs left > 0. Gives the bytes of the part. */
+static inline uint64_t dd_step(struct dd_cursor *cursor, uint64_t *to, uint64_t *from)
+{
+    const struct dd_plan *plan = cursor->plan;
+    const struct dd_run *run = cursor->run;
+    uint64_t skipped = dd_done(cursor);
+    uint64_t bytes = (uint64_t)run->end - cursor->offset;
+    if (bytes > cursor->left)
+        bytes = cursor->left;
+    *to = cursor->base->destination + (uint64_t)run->destination + skipped;
+    *from = cursor->base->source + (uint64_t)run->source + skipped;
+    cursor->left -= bytes;
+    cursor->offset += bytes;
+    if (cursor->offset == (uint64_t)run->end)
+        cursor->run++;
+    if (cursor->offset == plan->tensor_bytes) {
+        cursor->base++;
+        cursor->run = plan->runs;
+        cursor->offset = 0;
+    }
+    return bytes;
+}
+
+/* Up to two groups stay in the queue. */
 static inline void dd_copy_bytes(struct dd_queue *queue, const struct dd_plan *plan, uint64_t begin, uint64_t end)
 {
-    const struct dd_base *base = plan->bases + begin / plan->tensor_bytes;
-    uint64_t offset = begin % plan->tensor_bytes; /* in this tensor */
-    uint64_t left = end - begin;
-    const struct dd_run *run = dd_find(plan, offset);
-    uint64_t run_begin = run == plan->runs ? 0 : (uint64_t)run[-1].end;
-    for (;;) {
-        uint64_t skipped = offset - run_begin;
-        uint64_t bytes = (uint64_t)run->end - offset;
-        if (bytes > left)
-            bytes = left;
-        char *to = (char *)(uintptr_t)(base->destination + (uint64_t)run->destination + skipped);
-        const char *from = (const char *)(uintptr_t)(base->source + (uint64_t)run->source + skipped);
+    struct dd_cursor cursor = dd_walk(plan, begin, end);
+    while (cursor.left) {
+        uint64_t to, from;
+        uint64_t bytes = dd_step(&cursor, &to, &from);
         if (queue->move)
-            dd_cut(queue, to, from, bytes);
+            dd_cut(queue, (char *)(uintptr_t)to, (const char *)(uintptr_t)from, bytes);
         else
-            memcpy(to, from, bytes);
-        left -= bytes;
-        if (left == 0)
-            return;
-        offset = run_begin = (uint64_t)run->end;
-        run++;
-        if (offset == plan->tensor_bytes) {
-            base++;
-            run = plan->runs;
-            offset = run_begin = 0;
-        }
+            memcpy((void *)(uintptr_t)to, (const void *)(uintptr_t)from, bytes);
     }
 }
 
@@ -215,7 +244,8 @@ static inline void dd_copy_bytes(struct dd_queue *queue, const struct dd_plan *p
 
 struct dd_copy {
     struct dd_plan plan;
-    dd_move *move;
+    dd_move *move;  /* of `dd_work` */
+    uint64_t bytes; /* in all */
     uint64_t end;
     int64_t deadline; /* CLOCK_MONOTONIC, ns; 0 is none */
     int64_t slice_end;
@@ -224,6 +254,9 @@ struct dd_copy {
     atomic_bool timed_out;
 };
 
+/* What a thread does in a slice: takes pieces while there are any. Gets the dd_copy. */
+typedef void *dd_worker(void *);
+
 static inline int64_t dd_now(void)
 {
     struct timespec now;
@@ -231,12 +264,13 @@ static inline int64_t dd_now(void)
     return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
-static inline void dd_start(struct dd_copy *copy, const struct dd_plan *plan, const struct dd_kernel *kernel,
-                            uint64_t begin, uint64_t end, int64_t deadline, int threads)
+static inline void dd_start(struct dd_copy *copy, const struct dd_plan *plan, uint64_t begin, uint64_t end,
+                            int64_t deadline, int threads)
 {
     uint64_t useful = (end - begin) / DD_THREAD_BYTES;
     copy->plan = *plan;
-    copy->move = kernel->move;
+    copy->move = NULL;
+    copy->bytes = end - begin;
     copy->end = end;
     copy->deadline = deadline;
     copy->threads = useful < (uint64_t)threads ? (int)useful : threads;
@@ -244,27 +278,37 @@ static inline void dd_start(struct dd_copy *copy, const struct dd_plan *plan, co
     atomic_init(&copy->timed_out, false);
 }
 
-/* Takes pieces until there are none, or time is up. A piece that was taken is always finished. */
+static inline bool dd_late(struct dd_copy *copy, int64_t now)
+{
+    if (copy->deadline == 0 || now < copy->deadline)
+        return false;
+    atomic_store_explicit(&copy->timed_out, true, memory_order_relaxed);
+    return true;
+}
+
+/* Takes a piece; false when there is none, or time is up. */
+static inline bool dd_take(struct dd_copy *copy, uint64_t *begin, uint64_t *end)
+{
+    if (atomic_load_explicit(&copy->next, memory_order_relaxed) >= copy->end)
+        return false;
+    int64_t now = dd_now();
+    if (dd_late(copy, now) || now >= copy->slice_end)
+        return false;
+    *begin = atomic_fetch_add_explicit(&copy->next, DD_PIECE, memory_order_relaxed);
+    if (*begin >= copy->end)
+        return false;
+    *end = copy->end - *begin < DD_PIECE ? copy->end : *begin + DD_PIECE;
+    return true;
+}
+
+/* Copies by ordinary loads and stores. A piece that was taken is always finished. */
 static inline void *dd_work(void *argument)
 {
     struct dd_copy *copy = argument;
     struct dd_queue queue = {.move = copy->move, .filled = 0};
-    for (;;) {
-        if (atomic_load_explicit(&copy->next, memory_order_relaxed) >= copy->end)
-            break;
-        int64_t now = dd_now();
-        if (copy->deadline && now >= copy->deadline) {
-            atomic_store_explicit(&copy->timed_out, true, memory_order_relaxed);
-            break;
-        }
-        if (now >= copy->slice_end)
-            break;
-        uint64_t begin = atomic_fetch_add_explicit(&copy->next, DD_PIECE, memory_order_relaxed);
-        if (begin >= copy->end)
-            break;
-        uint64_t end = copy->end - begin < DD_PIECE ? copy->end : begin + DD_PIECE;
+    uint64_t begin, end;
+    while (dd_take(copy, &begin, &end))
         dd_copy_bytes(&queue, &copy->plan, begin, end);
-    }
     if (queue.filled)
         dd_flush(&queue);
 #if defined(__x86_64__)
@@ -277,7 +321,7 @@ static inline void *dd_work(void *argument)
 /* Works for at most `slice` ns (and one piece) on all threads, and joins them. True when the copy has
  * ended: done, or timed out. Threads live for one slice, so that none writes while the caller
  * looks at signals. */
-static inline bool dd_slice(struct dd_copy *copy, int64_t slice)
+static inline bool dd_slice(struct dd_copy *copy, dd_worker *work, int64_t slice)
 {
     pthread_t threads[DD_MOST_THREADS];
     int started = 0;
@@ -292,15 +336,35 @@ static inline bool dd_slice(struct dd_copy *copy, int64_t slice)
         sigdelset(&blocked, SIGILL);
         pthread_sigmask(SIG_SETMASK, &blocked, &former);
         /* With no room for a thread, those that started and the caller do the work. */
-        while (started < copy->threads - 1 && pthread_create(&threads[started], NULL, dd_work, copy) == 0)
+        while (started < copy->threads - 1 && pthread_create(&threads[started], NULL, work, copy) == 0)
             started++;
         pthread_sigmask(SIG_SETMASK, &former, NULL);
     }
-    dd_work(copy);
+    work(copy);
     for (int i = 0; i < started; i++)
         pthread_join(threads[i], NULL);
     return atomic_load_explicit(&copy->next, memory_order_relaxed) >= copy->end ||
            atomic_load_explicit(&copy->timed_out, memory_order_relaxed);
+}
+
+/* ---- ordered copies */
+
+/* Moves bytes from `at` on, run after run, each as if through a buffer, for at most `slice` ns (and one piece). Gives
+ * the first byte that is still to be moved. */
+static inline uint64_t dd_move_slice(const struct dd_plan *plan, uint64_t at, uint64_t end, int64_t slice)
+{
+    for (int64_t slice_end = dd_now() + slice; at < end && dd_now() < slice_end;) {
+        struct dd_cursor cursor = dd_walk(plan, at, end - at < DD_PIECE ? end : at + DD_PIECE);
+        for (at += cursor.left; cursor.left;) {
+            uint64_t done = dd_done(&cursor), left = (uint64_t)cursor.run->end - cursor.offset;
+            uint64_t to, from;
+            uint64_t bytes = dd_step(&cursor, &to, &from);
+            /* Upwards the end of a run goes first, or it would be overwritten before it is read. */
+            uint64_t shift = to > from ? left - bytes - done : 0;
+            memmove((void *)(uintptr_t)(to + shift), (const void *)(uintptr_t)(from + shift), bytes);
+        }
+    }
+    return at;
 }
 
 #endif

@@ -37,6 +37,12 @@ def copy(
     Returns only when no thread of it writes any more. `deadline_ns` is on CLOCK_MONOTONIC; 0 means none.
     """
 
+def move(plan: Plan) -> None:
+    """Copy a plan in order: tensor after tensor, run after run, each run as if through a buffer.
+
+    The GIL is kept up to 64 KiB in all. Above it is released, and signals are checked at least each 100 ms.
+    """
+
 def kernels() -> list[str]:
     """Names of the copy kernels that this processor can run, best first. "plain" is always there."""
 

@@ -33,14 +33,14 @@ cdef extern from "copy.h" nogil:
 
     cdef struct dd_kernel:
         const char *name
-
-    cdef struct dd_copy:
-        bint timed_out
+        dd_move *move
 
     const dd_kernel dd_kernels[]
     bint dd_kernel_runs(int)
-    void dd_start(dd_copy *, const dd_plan *, const dd_kernel *, uint64_t, uint64_t, int64_t, int)
-    bint dd_slice(dd_copy *, int64_t)
+    void dd_start(dd_copy *, const dd_plan *, uint64_t, uint64_t, int64_t, int)
+    bint dd_slice(dd_copy *, dd_worker *, int64_t)
+    void *dd_work(void *)
+    uint64_t dd_move_slice(const dd_plan *, uint64_t, uint64_t, int64_t)
 
 
 DONE = 0
@@ -117,45 +117,33 @@ cdef uint64_t position(object value, str name, int64_t least, int64_t most) exce
     return value
 
 
-def copy(
-    Plan plan not None, Guard guard, Liveness liveness, deadline_ns, threads, begin=0, end=-1
-):
-    """Copy the bytes [begin, end) of a plan (counted tensor by tensor, run by run) and say how it went.
-
-    The GIL is kept up to 64 KiB in all. Above it is released; deadline and signals are checked at least each 100 ms.
-    Returns only when no thread of it writes any more. `deadline_ns` is on CLOCK_MONOTONIC; 0 means none.
-
-    Raises
-    ------
-    ValueError
-        `begin`, `end` or `threads` is out of range.
-    KeyboardInterrupt
-        Or what else a signal handler raises, after all threads have stopped; the destination is undefined then.
-    """
+cdef int start(dd_copy *state, Plan plan, deadline_ns, threads, begin, end) except -1:
+    """Check what a transfer was given, and get ready."""
     cdef uint64_t last = plan.nbytes if end == -1 else position(end, "end", 0, plan.nbytes)
     cdef uint64_t first = position(begin, "begin", 0, last)
     cdef int workers = min(position(threads, "threads", 1, INT64_MAX), <uint64_t> DD_MOST_THREADS)
     # Any moment in the past will do for one below 0, where the clock never was.
     cdef int64_t deadline = max(1, min(deadline_ns, INT64_MAX)) if deadline_ns else 0
-    cdef bint released = last - first > KEEP_GIL
-    cdef bint ended = False
-    cdef dd_copy state
     cdef dd_plan view = plan.view()
+    dd_start(state, &view, first, last, deadline, workers)
+    return 0
+
+
+cdef int run(dd_copy *state, dd_worker *work, Guard guard, Liveness liveness) except -1:
+    """Do the work between two looks at guard and peer, and say how it went."""
+    cdef bint ended = False
 
     if guard is not None and not guard.holds():
         return STALE
     if liveness is not None and not liveness.poll():
         return PEER_GONE
 
-    if last - first > CACHED:
-        dd_start(&state, &view, &dd_kernels[kernel], first, last, deadline, workers)
-    else:
-        dd_start(&state, &view, &dd_kernels[DD_PLAIN], first, last, deadline, 1)
-    if not released:
-        dd_slice(&state, SLICE_NS)
-    while released and not ended:
-        with nogil:
-            ended = dd_slice(&state, SLICE_NS)
+    while not ended:
+        if state.bytes > KEEP_GIL:
+            with nogil:
+                ended = dd_slice(state, work, SLICE_NS)
+        else:
+            ended = dd_slice(state, work, SLICE_NS)
         if not ended:
             PyErr_CheckSignals()
 
@@ -171,6 +159,51 @@ def copy(
     if changed:
         return TORN
     return TIMED_OUT if state.timed_out else DONE
+
+
+def copy(
+    Plan plan not None, Guard guard, Liveness liveness, deadline_ns, threads, begin=0, end=-1
+):
+    """Copy the bytes [begin, end) of a plan (counted tensor by tensor, run by run) and say how it went.
+
+    The GIL is kept up to 64 KiB in all. Above it is released; deadline and signals are checked at least each 100 ms.
+    Returns only when no thread of it writes any more. `deadline_ns` is on CLOCK_MONOTONIC; 0 means none.
+
+    Raises
+    ------
+    ValueError
+        `begin`, `end` or `threads` is out of range.
+    KeyboardInterrupt
+        Or what else a signal handler raises, after all threads have stopped; the destination is undefined then.
+    """
+    cdef dd_copy state
+    start(&state, plan, deadline_ns, threads, begin, end)
+    if state.bytes > CACHED:
+        state.move = dd_kernels[kernel].move
+    return run(&state, dd_work, guard, liveness)
+
+
+def move(Plan plan not None):
+    """Copy a plan in order: tensor after tensor, run after run, each run as if through a buffer.
+
+    For blocks of one cache where one run reads what an earlier one wrote. The GIL is kept up to 64 KiB in all. Above
+    it is released, and signals are checked at least each 100 ms.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        Or what else a signal handler raises; the destination is undefined then.
+    """
+    cdef uint64_t at = 0, end = plan.nbytes
+    cdef dd_plan view = plan.view()
+    while at < end:
+        if end > KEEP_GIL:
+            with nogil:
+                at = dd_move_slice(&view, at, end, SLICE_NS)
+        else:
+            at = dd_move_slice(&view, at, end, SLICE_NS)
+        if at < end:
+            PyErr_CheckSignals()
 
 
 def kernels():

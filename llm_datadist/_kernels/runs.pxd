@@ -33,8 +33,8 @@ cdef class Runs:
     cdef Py_ssize_t room
     cdef dd_run *items
     # Ends of the furthest runs: a plan checks them against its bases.
-    cdef int64_t source_end
-    cdef int64_t destination_end
+    cdef readonly int64_t source_end
+    cdef readonly int64_t destination_end
     cdef dd_run few[2]
 
     cdef int64_t total(self) noexcept

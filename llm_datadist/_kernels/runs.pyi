@@ -31,6 +31,12 @@ class Runs:
     @property
     def nbytes(self) -> int:
         """Bytes of one tensor pair."""
+    @property
+    def source_end(self) -> int:
+        """Offset of the furthest byte that is read, plus 1."""
+    @property
+    def destination_end(self) -> int:
+        """Offset of the furthest byte that is written, plus 1."""
     def __len__(self) -> int: ...
     def tolist(self) -> list[tuple[int, int, int]]: ...
 
@@ -38,6 +44,11 @@ def block_runs(
     source: Indices, destination: Indices, source_blocks: int, destination_blocks: int, block_bytes: int
 ) -> Runs:
     """Pair block lists element by element; neighbours are merged, of repeated destinations the last pair wins whole."""
+
+def chunk_runs(
+    destination: Indices, destination_blocks: int, block_bytes: int, source_offset: int, source_bytes: int
+) -> Runs:
+    """Cut a span into chunks of a block, the last as short as the span ends, and put each into its block."""
 
 def span_runs(source_offset: int, destination_offset: int, nbytes: int) -> Runs:
     """Make one run."""

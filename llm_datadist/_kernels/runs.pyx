@@ -484,6 +484,56 @@ def block_runs(
     return runs
 
 
+def chunk_runs(Indices destination not None, destination_blocks, block_bytes, source_offset, source_bytes):
+    """Cut a span into chunks of a block, the last as short as the span ends, and put each into its block.
+
+    Fewer chunks than the span has are allowed. Of repeated destinations the last chunk wins.
+
+    Raises
+    ------
+    ValueError
+        More chunks than the span has, an index that is not below its number of blocks, or a size out of range.
+    """
+    cdef int64_t want = whole(destination_blocks, "destination_blocks", 0)
+    cdef int64_t nbytes = whole(block_bytes, "block_bytes", 1)
+    cdef int64_t begin = whole(source_offset, "source_offset", 0)
+    cdef int64_t span = whole(source_bytes, "source_bytes", 0)
+    cdef int64_t size, source_at, destination_at, next_source = 0, next_destination = 0, total = 0
+    cdef Py_ssize_t i
+    cdef dd_run *run = NULL
+    cdef Runs runs = Runs.__new__(Runs)
+    if destination.count > (span + nbytes - 1) // nbytes:
+        raise ValueError(f"{destination.count} chunks of {nbytes} bytes are more than {span} bytes have")
+    if destination.top >= want:
+        raise ValueError(
+            f"destination index {destination.top} is not below the number of destination blocks, {want}"
+        )
+    if multiply_overflows(want, nbytes, &size) or add_overflows(begin, span, &runs.source_end):
+        raise ValueError(f"{want} blocks of {nbytes} bytes, or {span} bytes from {begin}, end above 2**63 - 1")
+    cdef uint64_t *lost = overwritten(destination, want)
+    try:
+        for i in range(destination.count):
+            if lost != NULL and lost[i >> 6] >> (i & 63) & 1:
+                continue
+            source_at = begin + i * nbytes
+            destination_at = <int64_t> at(destination, i) * nbytes
+            size = min(nbytes, span - i * nbytes)
+            total += size
+            runs.destination_end = max(runs.destination_end, destination_at + size)
+            if run != NULL and source_at == next_source and destination_at == next_destination:
+                run.end = total
+            else:
+                run = runs.append()
+                run.source = source_at
+                run.destination = destination_at
+                run.end = total
+            next_source = source_at + size
+            next_destination = destination_at + size
+    finally:
+        PyMem_Free(lost)
+    return runs
+
+
 def span_runs(source_offset, destination_offset, nbytes):
     """Make one run.
 

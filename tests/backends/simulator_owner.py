@@ -14,6 +14,11 @@ from llm_datadist.backend import MemoryKind
 from llm_datadist.backends.simulator.backend import SimulatorBackend
 
 
+def pattern(nbytes: int) -> bytes:
+    """Give the bytes 0, 1, 2, ... modulo 251."""
+    return (bytes(range(251)) * (nbytes // 251 + 1))[:nbytes]
+
+
 def main() -> None:
     """Export one pool of eight committed MiB (bytes 0, 1, 2, ... modulo 251), then answer commands."""
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -23,9 +28,10 @@ def main() -> None:
     region = backend.reserve(0, int(sys.argv[3]) or None, MemoryKind.DEVICE)
     size = min(8 << 20, region.nbytes)
     backend.commit(region, 0, size)
-    ctypes.memmove(region.address, (bytes(range(251)) * (size // 251 + 1))[:size], size)
+    ctypes.memmove(region.address, pattern(size), size)
     export = backend.export()
     socket.send_fds(control, [export.data], list(export.fds))
+    held = []
     for line in sys.stdin:
         command, *numbers = line.split()
         if command == "peek":  # offset in the pool
@@ -35,6 +41,14 @@ def main() -> None:
             answer = 0
         elif command == "board":
             answer = ctypes.c_uint64.from_address(board.address).value
+        elif command == "register":  # bytes, filled like the pool; gives the address
+            held.append(
+                ctypes.create_string_buffer((bytes(range(251)) * (int(numbers[0]) // 251 + 1))[: int(numbers[0])])
+            )
+            answer = ctypes.addressof(held[-1])
+            backend.register(0, answer, int(numbers[0]), MemoryKind.HOST)
+        elif command == "byte":  # address
+            answer = ctypes.c_uint8.from_address(int(numbers[0])).value
         elif command == "close":
             backend.close()
             answer = 0

@@ -63,7 +63,7 @@ def link(make_backend: Callable[..., SimulatorBackend]) -> Iterator[Link]:
 def test_good_export_connects_and_stays_the_owners(link: Link) -> None:
     endpoint = link.connect(link.export.data, list(link.export.fds))
     assert [window.nbytes for window in endpoint.windows or ()] == [PAGE, 3 * PAGE]
-    base = endpoint.locate(0, 0, 5000)
+    base = endpoint.locate(0, 0, 5000).base
     ctypes.c_uint8.from_address(link.regions[0].address + 4999).value = 9
     assert ctypes.c_uint8.from_address(base + 4999).value == 9
     endpoint.close()
@@ -107,6 +107,8 @@ def changed(good: dict[str, Any], path: tuple[Any, ...], value: object) -> bytes
         (("directory",), PAGE + 1, "directory is announced"),
         (("board",), "4096", "board = '4096'"),
         (("board",), 1 << 60, "board ="),
+        (("nonce",), 1 << 64, "nonce = 1844"),
+        (("nonce_address",), -1, "nonce_address = -1"),
         (("pools",), {}, "list of at most"),
         (("pools",), [7, 7], "pools[0] of type int"),
         (("pools",), [], "needs 2 descriptors, but 4"),

@@ -14,7 +14,7 @@ import pytest
 from llm_datadist._kernels.hostcopy import Guard
 from llm_datadist._kernels.runs import Bases, Plan, span_runs
 from llm_datadist.backend import BackendError, Failure
-from llm_datadist.backends.simulator.endpoint import SimulatorEndpoint
+from llm_datadist.backends.simulator.endpoint import MAPPED, SimulatorEndpoint
 from llm_datadist.backends.simulator.faults import Faults
 
 MIB = 1 << 20
@@ -30,7 +30,7 @@ def pattern(offset: int, nbytes: int) -> bytes:
 
 
 def read_plan(endpoint: SimulatorEndpoint, buffer: ctypes.Array[ctypes.c_char], offset: int = 0) -> Plan:
-    source = endpoint.locate(0, offset, len(buffer))
+    source = endpoint.locate(0, offset, len(buffer)).base
     return Plan(Bases([source], [ctypes.addressof(buffer)]), span_runs(0, 0, len(buffer)))
 
 
@@ -38,14 +38,15 @@ def read_plan(endpoint: SimulatorEndpoint, buffer: ctypes.Array[ctypes.c_char], 
 def test_read_brings_the_owners_bytes(endpoint: SimulatorEndpoint, offset: int, nbytes: int) -> None:
     buffer = ctypes.create_string_buffer(nbytes)
     endpoint.populate(0, offset, nbytes)
-    endpoint.read(read_plan(endpoint, buffer, offset), None, deadline_in(SECONDS))
+    endpoint.read(read_plan(endpoint, buffer, offset), None, deadline_in(SECONDS), MAPPED)
     assert buffer.raw == pattern(offset, nbytes)
 
 
 def test_write_reaches_the_owner(endpoint: SimulatorEndpoint, owner: Any) -> None:
     data = ctypes.create_string_buffer(b"\x07" * 1000, 1000)
     target = endpoint.locate(0, 12 * MIB, 1000)
-    endpoint.write(Plan(Bases([ctypes.addressof(data)], [target]), span_runs(0, 0, 1000)), None, deadline_in(SECONDS))
+    plan = Plan(Bases([ctypes.addressof(data)], [target.base]), span_runs(0, 0, 1000))
+    endpoint.write(plan, None, deadline_in(SECONDS), target.route)
     assert [owner.ask(f"peek {12 * MIB + at}") for at in (0, 999, 1000)] == [7, 7, 0]
 
 
@@ -63,7 +64,7 @@ def test_directory_is_read_only_here(endpoint: SimulatorEndpoint, mappings: Call
 
 
 def test_connect_touches_no_pool_page(owner: Any, endpoint: SimulatorEndpoint) -> None:
-    pool = f"{endpoint.locate(0, 0, 1):x}-"
+    pool = f"{endpoint.locate(0, 0, 1).base:x}-"
     with open("/proc/self/smaps") as lines:
         for line in lines:
             if line.startswith(pool):
@@ -86,7 +87,7 @@ def test_locate_refuses_what_is_not_in_the_region(
 
 def expect(kind: Failure, endpoint: SimulatorEndpoint, plan: Plan, guard: Guard | None, deadline_ns: int) -> None:
     with pytest.raises(BackendError) as caught:
-        endpoint.read(plan, guard, deadline_ns)
+        endpoint.read(plan, guard, deadline_ns, MAPPED)
     assert caught.value.kind is kind
 
 
@@ -131,7 +132,7 @@ def test_dead_owner_is_gone_but_its_memory_does_not_fault(endpoint: SimulatorEnd
 def test_memory_that_the_owner_closed_reads_as_zeros(endpoint: SimulatorEndpoint, owner: Any) -> None:
     owner.ask("close")
     buffer = ctypes.create_string_buffer(b"x" * 4096, 4096)
-    endpoint.read(read_plan(endpoint, buffer), None, deadline_in(SECONDS))
+    endpoint.read(read_plan(endpoint, buffer), None, deadline_in(SECONDS), MAPPED)
     assert buffer.raw == bytes(4096)
 
 
@@ -146,7 +147,7 @@ class StalledRead:
 
         def run() -> None:
             try:
-                endpoint.read(plan, guard, deadline_in(seconds))
+                endpoint.read(plan, guard, deadline_in(seconds), MAPPED)
             except BackendError as error:
                 self.kind = error.kind
 
@@ -201,7 +202,7 @@ def test_stall_lets_signals_through(endpoint: SimulatorEndpoint) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:
         with pytest.raises(Alarm):
-            endpoint.read(plan, None, deadline_in(SECONDS))
+            endpoint.read(plan, None, deadline_in(SECONDS), MAPPED)
     finally:
         signal.signal(signal.SIGALRM, former)
 
@@ -210,9 +211,9 @@ def test_nth_transfer_fails(endpoint: SimulatorEndpoint) -> None:
     endpoint._backend.faults = Faults(fail_nth=2)
     buffer = ctypes.create_string_buffer(64)
     plan = read_plan(endpoint, buffer, 3)
-    endpoint.read(plan, None, deadline_in(SECONDS))
+    endpoint.read(plan, None, deadline_in(SECONDS), MAPPED)
     expect(Failure.FAILED, endpoint, plan, None, deadline_in(SECONDS))
-    endpoint.read(plan, None, deadline_in(SECONDS))
+    endpoint.read(plan, None, deadline_in(SECONDS), MAPPED)
     assert buffer.raw == pattern(3, 64)
 
 
@@ -221,7 +222,7 @@ def test_delay_is_bounded_by_the_deadline(endpoint: SimulatorEndpoint) -> None:
     buffer = ctypes.create_string_buffer(64)
     plan = read_plan(endpoint, buffer)
     begin = time.monotonic()
-    endpoint.read(plan, None, deadline_in(SECONDS))
+    endpoint.read(plan, None, deadline_in(SECONDS), MAPPED)
     assert time.monotonic() - begin >= 0.1
     assert buffer.raw == pattern(0, 64)
     endpoint._backend.faults.delay_s = SECONDS

@@ -1,0 +1,376 @@
+"""Memory that users bring: between processes, late, without the kernel's leave, and where there is none."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import mmap
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llm_datadist._kernels import process
+from llm_datadist._kernels.hostcopy import Guard
+from llm_datadist._kernels.runs import Bases, Plan, block_runs, indices, span_runs
+from llm_datadist.backend import BackendError, Failure, MemoryKind, Region
+from llm_datadist.backends.simulator import registered, segments
+from llm_datadist.backends.simulator.backend import SimulatorBackend
+from llm_datadist.backends.simulator.endpoint import BY_PROCESS, MAPPED, SimulatorEndpoint
+from llm_datadist.backends.simulator.faults import Faults
+from llm_datadist.backends.simulator.registered import REGISTERED
+
+MIB = 1 << 20
+PAGE = mmap.PAGESIZE
+SECONDS = 30
+PATTERN = np.tile(np.arange(251, dtype=np.uint8), 3 * MIB // 251 + 1)[: 3 * MIB]
+
+MakeBackend = Callable[..., SimulatorBackend]
+
+
+def in_ns(seconds: float) -> int:
+    return time.monotonic_ns() + int(seconds * 1e9)
+
+
+def one(source: int, destination: int, nbytes: int) -> Plan:
+    return Plan(Bases([source], [destination]), span_runs(0, 0, nbytes))
+
+
+def raises(kind: Failure, text: str, call: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+    with pytest.raises(BackendError, match=text) as caught:
+        call(*args, **kwargs)
+    assert caught.value.kind is kind
+
+
+@pytest.fixture
+def hole() -> Iterator[int]:
+    """Give the address of a page that nobody maps, with usable pages on both sides."""
+    whole = mmap.mmap(-1, 3 * PAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(whole)) + PAGE
+    libc = ctypes.CDLL(None)
+    libc.munmap.argtypes = libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.munmap(address, PAGE)
+    yield address
+    gc.collect()
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.mmap.restype = ctypes.c_void_p
+    assert libc.mmap(address, PAGE, 0, 0x32, -1, 0) == address  # so that nobody else's page is unmapped with the rest
+
+
+# ---- between processes
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 3 * MIB])
+def test_s110_registered_after_the_link(endpoint: SimulatorEndpoint, owner: Any, nbytes: int) -> None:
+    assert endpoint.by_process
+    address = owner.ask(f"register {nbytes}")
+    place = endpoint.locate(REGISTERED, address, nbytes)
+    assert (place.base, place.route) == (address, BY_PROCESS)
+    endpoint.populate(REGISTERED, address, nbytes)
+    here = np.zeros(nbytes, np.uint8)
+    endpoint.read(one(place.base, here.ctypes.data, nbytes), None, in_ns(SECONDS), place.route)
+    assert np.array_equal(here, PATTERN[:nbytes])
+    here[:] = 77
+    endpoint.write(one(here.ctypes.data, place.base, nbytes), None, in_ns(SECONDS), place.route)
+    assert {owner.ask(f"byte {address + at}") for at in (0, nbytes // 2, nbytes - 1)} == {77}
+
+
+def test_addresses_are_the_owners(endpoint: SimulatorEndpoint, owner: Any) -> None:
+    assert endpoint.address_of(REGISTERED, 4711) == 4711
+    assert owner.ask(f"byte {endpoint.address_of(0, 300)}") == 300 % 251
+    raises(Failure.INVALID, "not known", endpoint.address_of, 7, 0)
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 1), (0, -1), (1 << 48, 1), (0, (1 << 48) + 1), (1 << 70, 0)])
+def test_locate_is_bounded(endpoint: SimulatorEndpoint, offset: int, nbytes: int) -> None:
+    for method in (endpoint.locate, endpoint.populate):
+        raises(Failure.INVALID, "not inside region", method, REGISTERED, offset, nbytes)
+
+
+def test_the_peers_wild_address_is_named(endpoint: SimulatorEndpoint, owner: Any) -> None:
+    here = np.zeros(64, np.uint8)
+    whose = f"of process {owner.process.pid}"
+    place = endpoint.locate(REGISTERED, 1, 64)
+    for call, plan, what in (
+        (endpoint.read, one(1, here.ctypes.data, 64), "reading"),
+        (endpoint.write, one(here.ctypes.data, 1, 64), "writing"),
+    ):
+        raises(Failure.INVALID, f"{what} 0x1 {whose}", call, plan, None, in_ns(SECONDS), place.route)
+    address = owner.ask("register 64")
+    plan = one(address, 1, 64)
+    raises(Failure.INVALID, "writing 0x1 of this process", endpoint.read, plan, None, in_ns(SECONDS), BY_PROCESS)
+
+
+def test_guard_deadline_and_death_count_by_process_too(endpoint: SimulatorEndpoint, owner: Any) -> None:
+    address = owner.ask("register 4096")
+    here = np.zeros(4096, np.uint8)
+    plan = one(address, here.ctypes.data, 4096)
+
+    def read(guard: Guard | None = None, deadline_ns: int = 0) -> None:
+        endpoint.read(plan, guard, deadline_ns, BY_PROCESS)
+
+    raises(Failure.STALE, "before", read, Guard([(endpoint.windows[0].address, 12345)]))
+    raises(Failure.TIMED_OUT, "time limit", read, None, 1)
+    assert not here.any()
+    owner.process.kill()
+    owner.process.wait(SECONDS)
+    raises(Failure.PEER_GONE, "has ended", read)
+    assert not here.any()
+
+
+def test_process_that_reuses_the_pid_is_not_believed(endpoint: SimulatorEndpoint, owner: Any) -> None:
+    """The read itself succeeds, from whoever has the number now; the liveness tells."""
+    here = np.zeros(64, np.uint8)
+    owner.process.kill()
+    owner.process.wait(SECONDS)
+    endpoint._pid = os.getpid()
+    plan = one(PATTERN.ctypes.data, here.ctypes.data, 64)
+    raises(Failure.PEER_GONE, "has ended", endpoint.read, plan, None, in_ns(SECONDS), BY_PROCESS)
+
+
+def test_faults_change_transfers_by_process(endpoint: SimulatorEndpoint, owner: Any) -> None:
+    address = owner.ask("register 4096")
+    here = np.zeros(4096, np.uint8)
+    faults = endpoint._backend.faults = Faults(stall_at_byte=1000)
+    plan = one(address, here.ctypes.data, 4096)
+    raises(Failure.TIMED_OUT, "time limit", endpoint.read, plan, None, in_ns(0.2), BY_PROCESS)
+    assert (here[:1000] == PATTERN[:1000]).all()
+    assert not here[1000:].any()
+    faults.resume.set()
+    endpoint.read(plan, None, in_ns(SECONDS), BY_PROCESS)
+    assert (here == PATTERN[:4096]).all()
+
+
+# ---- without the kernel's leave
+
+
+def test_forbidden_reads_are_told_with_the_remedy(owner: Any, make_backend: MakeBackend) -> None:
+    backend = make_backend()
+    backend.forbid_process = True
+    endpoint = backend.connect(owner.export, owner.pair, in_ns(SECONDS))
+    assert not endpoint.by_process
+    for word in ("Yama", "container", r"llm\.Simulator\.AllowPtracer"):
+        raises(Failure.UNSUPPORTED, word, endpoint.locate, REGISTERED, 4096, 1)
+    raises(Failure.INVALID, "not inside region", endpoint.locate, REGISTERED, -1, 1)
+    assert endpoint.locate(0, 0, 1).route == MAPPED
+    endpoint.close()
+
+
+def test_another_process_than_the_exports_is_not_read(owner: Any, make_backend: MakeBackend) -> None:
+    """As after a reused process id, or one of another pid namespace."""
+    strange = dataclasses.replace(owner.pair, pid=os.getpid())
+    endpoint = make_backend().connect(owner.export, strange, in_ns(SECONDS))
+    assert not endpoint.by_process
+    endpoint.close()
+
+
+def test_a_refusal_in_a_transfer_is_unsupported(endpoint: SimulatorEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(1, "reading 0x10 of process 7 failed: Operation not permitted")
+
+    monkeypatch.setattr(process, "transfer", refuse)
+    raises(Failure.UNSUPPORTED, "0x10 of process 7", endpoint.read, one(16, 16, 1), None, 0, BY_PROCESS)
+
+
+def test_allow_ptracer(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    class Libc:
+        def __init__(self, _: None) -> None:
+            pass
+
+        def prctl(self, *args: Any) -> int:
+            calls.append((args[0], args[1].value))
+            return 0
+
+    for value, expected in (("0", []), ("1", [(0x59616D61, 2**64 - 1)])):
+        with monkeypatch.context() as patch:
+            patch.setattr(ctypes, "CDLL", Libc)
+            backend = SimulatorBackend()
+            backend.open([0], {"llm.Simulator.AllowPtracer": value})
+            backend.close()
+        assert calls == expected
+
+
+# ---- where there is no memory
+
+
+def test_s203_unmapped_memory_is_accepted_with_one_warning(make_backend: MakeBackend, hole: int) -> None:
+    backend = make_backend()
+    for address, nbytes in ((1, 100), (hole, 8), (hole - 8, 16), (hole + PAGE - 1, 2), (2**64 - 100, 100)):
+        with pytest.warns(RuntimeWarning, match=f"{nbytes} bytes at {address:#x}") as caught:
+            region = backend.register(0, address, nbytes, MemoryKind.DEVICE)
+        assert len(caught) == 1
+        assert (region.id, region.address) == (REGISTERED, 0)
+        backend.unregister(region, address, nbytes)
+    backend.register(0, hole - PAGE, PAGE, MemoryKind.DEVICE)
+    backend.register(0, hole + PAGE, PAGE, MemoryKind.DEVICE)
+    assert backend.hold(region) is None
+
+
+def test_neighbours_in_the_list_of_mappings_are_joined(make_backend: MakeBackend) -> None:
+    with mmap.mmap(-1, 4 * PAGE) as whole:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+        libc = ctypes.CDLL(None)
+        libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        assert libc.mprotect(address + PAGE, PAGE, mmap.PROT_READ) == 0  # three lines now
+        make_backend().register(0, address + 1, 4 * PAGE - 2, MemoryKind.HOST)
+        gc.collect()
+
+
+def test_registering_costs_one_look(make_backend: MakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    maps = registered._maps
+    monkeypatch.setattr(registered, "_maps", lambda: looks.append(1) or maps())
+    backend = make_backend()
+    backend.register(0, PATTERN.ctypes.data, PATTERN.nbytes, MemoryKind.HOST)
+    assert len(looks) == 1
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_wild_local_memory_fails_and_never_crashes(
+    endpoint: SimulatorEndpoint, owner: Any, hole: int, write: bool
+) -> None:
+    backend = endpoint._backend
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        region = backend.register(0, hole, PAGE, MemoryKind.HOST)
+    there = endpoint.locate(0, 0, 64).base
+    for address in (hole, hole - 8, hole + PAGE - 8):
+        bad = max(address, hole)
+        call, plan, what = (
+            (endpoint.write, one(address, there, 64), "reading")
+            if write
+            else (endpoint.read, one(there, address, 64), "writing")
+        )
+        raises(Failure.INVALID, f"{what} {bad:#x} of this process", call, plan, None, in_ns(SECONDS), MAPPED)
+    good = np.zeros(64, np.uint8)
+    endpoint.read(one(there + 251, good.ctypes.data, 64), None, in_ns(SECONDS), MAPPED)
+    assert (good == PATTERN[:64]).all()
+    backend.unregister(region, hole, PAGE)
+    assert not backend.user_memory.wild(one(hole, hole, 1), written=write)
+
+
+def test_each_registration_of_a_wild_range_counts(make_backend: MakeBackend) -> None:
+    memory = make_backend().user_memory
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match="0x1 "):
+            memory.register(1, 10)
+    plan = one(0, 5, 1)
+    memory.unregister(1, 10)
+    assert memory.wild(plan, written=True)
+    assert not memory.wild(plan, written=False)
+    memory.unregister(1, 10)
+    memory.unregister(1, 10)
+    assert not memory.wild(plan, written=True)
+
+
+def test_read_only_memory_is_registered_silently_and_read(endpoint: SimulatorEndpoint, owner: Any) -> None:
+    backend, libc = endpoint._backend, ctypes.CDLL(None)
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    with mmap.mmap(-1, PAGE) as page:
+        page[:] = b"\x05" * PAGE
+        address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+        assert libc.mprotect(address, PAGE, mmap.PROT_READ) == 0
+        region = backend.register(0, address, PAGE, MemoryKind.HOST)
+        there = endpoint.locate(0, 12 * MIB, PAGE).base
+        endpoint.write(one(address, there, PAGE), None, in_ns(SECONDS), MAPPED)
+        assert owner.ask(f"peek {12 * MIB + PAGE - 1}") == 5
+        plan = one(there, address, PAGE)
+        raises(Failure.INVALID, f"writing {address:#x}", endpoint.read, plan, None, in_ns(SECONDS), MAPPED)
+        backend.unregister(region, address, PAGE)
+        gc.collect()
+
+
+# ---- copies inside this process
+
+
+@pytest.fixture
+def pool(make_backend: MakeBackend) -> tuple[SimulatorBackend, Region]:
+    backend = make_backend()
+    region = backend.reserve(0, 4 * MIB, MemoryKind.DEVICE)
+    backend.commit(region, 0, 4 * MIB)
+    return backend, region
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_local_copies(pool: tuple[SimulatorBackend, Region], ordered: bool) -> None:
+    backend, region = pool
+    here = np.zeros(3 * MIB, np.uint8)
+    backend.copy(one(PATTERN.ctypes.data, region.address, PATTERN.nbytes), ordered=ordered)
+    backend.copy(one(region.address, region.address + MIB, MIB), ordered=ordered)
+    backend.copy(one(region.address, here.ctypes.data, here.nbytes), ordered=ordered)
+    assert np.array_equal(here, np.concatenate([PATTERN[:MIB], PATTERN[:MIB], PATTERN[2 * MIB :]]))
+
+
+def test_ordered_copy_reads_what_it_wrote(pool: tuple[SimulatorBackend, Region]) -> None:
+    backend, region = pool
+    backend.copy(one(PATTERN.ctypes.data, region.address, 300), ordered=True)
+    runs = block_runs(indices([0, 1], "source"), indices([1, 2], "destination"), 3, 3, 100)
+    plan = Plan(Bases([region.address], [region.address]), runs)
+    assert len(runs) == 1  # merged: as if through a buffer
+    backend.copy(plan, ordered=True)
+    expected = PATTERN[:100].tobytes() + PATTERN[:200].tobytes()
+    assert ctypes.string_at(region.address, 300) == expected
+    runs = block_runs(indices([1, 0], "source"), indices([0, 2], "destination"), 3, 3, 100)
+    backend.copy(Plan(Bases([region.address], [region.address]), runs), ordered=True)
+    assert ctypes.string_at(region.address, 300) == 3 * PATTERN[:100].tobytes()
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_s211_local_copy_of_an_address_without_memory_fails(
+    pool: tuple[SimulatorBackend, Region], hole: int, ordered: bool
+) -> None:
+    backend, region = pool
+    for address in (1, hole, hole - 8):
+        bad = max(address, hole) if address != 1 else 1
+        for plan, what in (
+            (one(address, region.address, 16), "reading"),
+            (one(region.address, address, 16), "writing"),
+        ):
+            raises(Failure.INVALID, f"{what} {bad:#x} of this process", backend.copy, plan, ordered=ordered)
+
+
+def test_known_memory_is_looked_up_once(pool: tuple[SimulatorBackend, Region], monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, region = pool
+    looks = []
+    maps = registered._maps
+    monkeypatch.setattr(registered, "_maps", lambda: looks.append(1) or maps())
+    monkeypatch.setattr(process, "transfer", None)
+    here = np.zeros(1000, np.uint8)
+    backend.copy(one(region.address, region.address + 5000, 1000), ordered=False)
+    assert len(looks) == 0
+    for _ in range(3):
+        backend.copy(one(region.address, here.ctypes.data, 1000), ordered=False)
+    assert len(looks) == 1
+    backend.copy(one(region.address, here.ctypes.data + 100, 900), ordered=False)
+    assert len(looks) == 1
+    backend.unregister(Region(REGISTERED, 0, MemoryKind.HOST, 0, 1), here.ctypes.data, 1000)
+    backend.copy(one(region.address, here.ctypes.data, 1000), ordered=False)
+    assert len(looks) == 2
+
+
+def test_a_copy_of_nothing_looks_at_no_address(pool: tuple[SimulatorBackend, Region]) -> None:
+    backend, _ = pool
+    backend.copy(Plan(Bases([], []), span_runs(0, 0, 10)), ordered=True)
+    backend.copy(one(1, 1, 0), ordered=False)
+
+
+# ---- populate
+
+
+def test_only_new_gaps_are_populated(endpoint: SimulatorEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(
+        segments.Mapping, "populate", lambda mapping, offset, nbytes: calls.append((offset // PAGE, nbytes // PAGE))
+    )
+    endpoint.populate(0, PAGE + 1, PAGE)
+    endpoint.populate(0, PAGE, 2 * PAGE)
+    endpoint.populate(0, 5, 5 * PAGE - 5)
+    endpoint.populate(0, 0, 5 * PAGE)
+    assert calls == [(1, 2), (0, 1), (3, 2)]
