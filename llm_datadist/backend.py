@@ -268,9 +268,7 @@ def make_backend(name: str) -> Backend:
         name = "simulator"
     known = {**{point.name: point.value for point in entry_points(group=ENTRY_POINTS)}, **BUILT_IN}
     if name not in known:
-        raise BackendError(
-            Failure.INVALID, f"llm.Backend is {name!r}, allowed are auto, {', '.join(sorted(known))}"
-        )
+        raise BackendError(Failure.INVALID, f"llm.Backend is {name!r}, allowed are auto, {', '.join(sorted(known))}")
     module, _, attribute = known[name].partition(":")
     try:
         made: Backend = getattr(importlib.import_module(module), attribute)()

@@ -17,8 +17,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from llm_datadist._addresses import Address
 from llm_datadist._engine import codes, control
@@ -82,7 +83,8 @@ class Link:
     client: bool
     cluster_id: int
     incarnation: int
-    #: The addresses that the link was made with: those of the peer's listener on the client, of the client on the server.
+    #: The addresses that the link was made with: those of the peer's listener on the client, of the client on the
+    #: server.
     addresses: tuple[str, ...]
     channel: Channel
     endpoint: Endpoint
@@ -98,7 +100,7 @@ class Link:
     #: Held during a transfer, a check, or an unlink.
     lock: threading.Lock = field(default_factory=threading.Lock)
     #: What transfers keep from one to the next (see transfers.py).
-    kept: dict[object, object] = field(default_factory=dict)
+    kept: dict[Hashable, Any] = field(default_factory=dict)
     answers: dict[int, threading.Event] = field(default_factory=dict)
     requests: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -263,7 +265,8 @@ class Links:
         if bool(frame.number("cache_manager", 1)) != mine.cache_manager:
             raise Refused(
                 LLMStatusCode.LLM_LINK_FAILED,
-                f"the listener runs in {'CacheManager' if mine.cache_manager else 'KvCacheManager'} mode, the client not",
+                "the client does not run in the listener's mode, which is "
+                + ("CacheManager mode" if mine.cache_manager else "KvCacheManager mode"),
             )
         if bool(frame.number("remote_accessible", 1)) != mine.remote_accessible:
             raise Refused(
@@ -557,7 +560,7 @@ class Links:
             ]
         if not found:
             return LLMStatusCode.LLM_NOT_YET_LINK
-        if as_client and found[0].addresses != tuple(map(str, request.remote)):
+        if as_client and request.remote and found[0].addresses != tuple(map(str, request.remote)):
             get_logger().error(
                 "cluster %d is linked at %s, not at %s", request.cluster_id, found[0].addresses, request.remote
             )

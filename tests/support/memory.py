@@ -1,0 +1,36 @@
+"""Fill and read cache memory behind the engine's back, in the process that owns it.
+
+A suite that used the library to look at bytes would prove the library by itself. Each backend has its own way to reach
+memory; tests use only these two functions.
+"""
+
+import ctypes
+import os
+
+
+def write(address: int, data: bytes) -> None:
+    """Put bytes at an address of a cache of this process."""
+    _check_backend()
+    ctypes.memmove(address, data, len(data))
+
+
+def read(address: int, nbytes: int) -> bytes:
+    """Give the bytes at an address of a cache of this process."""
+    _check_backend()
+    return ctypes.string_at(address, nbytes)
+
+
+def _check_backend() -> None:
+    backend = os.environ["LLM_DATADIST_BACKEND"]
+    assert backend == "simulator", f"tests/support/memory.py does not know how to reach the memory of {backend}"
+
+
+def pattern(cluster: int, tensor: int, nbytes: int, salt: int = 0) -> bytes:
+    """Give bytes in which every 8-byte word is different, and differs between clusters, tensors and salts."""
+    import numpy as np
+
+    words = np.arange(-(-nbytes // 8), dtype=np.uint64)
+    seed = (cluster * 1_000_003 + tensor * 7919 + salt * 104_729 + 1) * 0x9E3779B97F4A7C15 % 2**64
+    mixed = (words + np.uint64(seed)) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(29)
+    return mixed.tobytes()[:nbytes]
