@@ -8,11 +8,11 @@ from typing import Any
 import memory
 import model
 import pytest
-from expect import refusal
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from model import Layers, Shape
 from pairs import PREFILL, Decoder, Prompt, bytes_desc
+from refusals import refuses
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 
@@ -92,7 +92,7 @@ class Caches:
     def _check(self, pull: Callable[[], None], moves: Sequence[model.Byte] | None) -> None:
         if moves is None:
             event("refused")
-            with refusal(LLMStatusCode.LLM_PARAM_INVALID):
+            with refuses(LLMStatusCode.LLM_PARAM_INVALID):
                 pull()
         else:
             event("pulled")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from expect import is_bound, refusal
+from bindings import is_bound
 from pairs import Decoder, Prompt, bytes_desc, options
 from peer import Peer
+from refusals import refuses
 
 from llm_datadist import (
     BlocksCacheKey,
@@ -48,7 +49,7 @@ def test_ids_count_up_from_1(prompt: Prompt) -> None:
     manager = prompt.manager
     caches = [manager.allocate_cache(DESC), manager.allocate_blocks_cache(DESC), manager.allocate_cache(DESC)]
     assert [cache.get("cache_id") for cache in caches] == [1, 2, 3]
-    with refusal(INVALID):
+    with refuses(INVALID):
         manager.allocate_cache(DESC, [CacheKey(1, i) for i in range(5)])
     manager.deallocate_cache(caches[2])
     assert manager.allocate_cache(DESC).get("cache_id") == 4
@@ -57,7 +58,7 @@ def test_ids_count_up_from_1(prompt: Prompt) -> None:
 def test_running_out_of_memory_uses_no_id_up(peer: Peer) -> None:
     """S-10, S-18, E-171: neither does the lack of memory."""
     prompt = Prompt(peer, ge__flowGraphMemMaxSize="1024", mem_utilization=1.0)
-    with refusal(NO_MEMORY):
+    with refuses(NO_MEMORY):
         prompt.manager.allocate_cache(bytes_desc(3, 1, 512), [CacheKey(1, 1)])
     cache = prompt.manager.allocate_cache(bytes_desc(2, 1, 512), [CacheKey(1, 1)])
     assert cache.get("cache_id") == 1
@@ -103,14 +104,14 @@ def test_request_and_prefix_keys_are_two_spaces(linked: tuple[Prompt, Decoder]) 
     assert pulled_slot(prompt, decoder, prefix) == 0
     assert pulled_slot(prompt, decoder, other_model) == 2
     for unbound in (CacheKey(1, 5, 4), CacheKey(1, 5), CacheKey(1, ABSENT, 0, 5)):
-        with refusal(NOT_EXIST):
+        with refuses(NOT_EXIST):
             decoder.manager.pull_cache(unbound, decoder.allocate(DESC))
 
 
 def test_one_blocks_cache_per_model(prompt: Prompt) -> None:
     """S-13, S-15, E-167: a blocks key is its model id alone."""
     prompt.manager.allocate_blocks_cache(DESC, BlocksCacheKey(1, 7))
-    with refusal(FAILED):
+    with refuses(FAILED):
         prompt.manager.allocate_blocks_cache(DESC, BlocksCacheKey(2, 7))
     prompt.manager.allocate_blocks_cache(DESC, BlocksCacheKey(1, 8))
     prompt.manager.allocate_blocks_cache(DESC)
@@ -122,7 +123,7 @@ def test_the_owner_ignores_the_cluster_id(linked: tuple[Prompt, Decoder]) -> Non
     prompt, decoder = linked
     prompt.allocate(DESC, [CacheKey(2**64 - 1, 5)])
     assert pulled_slot(prompt, decoder, CacheKey(1, 5)) == 0
-    with refusal(FAILED):
+    with refuses(FAILED):
         prompt.manager.allocate_cache(DESC, [CacheKey(3, 5)])
     prompt.manager.remove_cache_key(CacheKey(4, 5))
     assert not is_bound(prompt, CacheKey(1, 5))
@@ -133,7 +134,7 @@ def test_a_key_is_a_request_or_a_prefix(prompt: Prompt) -> None:
     for position in range(3):
         keys = [CacheKey(1, 1), CacheKey(1, ABSENT, 0, 2)]
         keys.insert(position, CacheKey(1, 3, 0, 4))
-        with refusal(INVALID):
+        with refuses(INVALID):
             prompt.manager.allocate_cache(DESC, keys)
     assert not is_bound(prompt, CacheKey(1, 1))
     assert not is_bound(prompt, CacheKey(1, ABSENT, 0, 2))
@@ -145,7 +146,7 @@ def test_a_bound_key_is_refused(peer: Peer, key: CacheKey) -> None:
     """S-15, E-167: FAILED; the other keys of the list stay free and no memory is taken."""
     prompt = Prompt(peer, ge__flowGraphMemMaxSize=str(4 * 512), mem_utilization=1.0)
     prompt.manager.allocate_cache(DESC, [key])
-    with refusal(FAILED):
+    with refuses(FAILED):
         prompt.manager.allocate_cache(DESC, [CacheKey(1, 6), key, CacheKey(1, 7)])
     prompt.manager.allocate_cache(DESC, [CacheKey(1, 6), CacheKey(1, 7)])
 
@@ -165,7 +166,7 @@ def test_the_last_of_equal_keys_counts(linked: tuple[Prompt, Decoder]) -> None:
 @pytest.mark.parametrize("extra", [CacheKey(1, 99), PADDING, CacheKey(1, 0)], ids=["request", "padding", "repeated"])
 def test_more_keys_than_slots(prompt: Prompt, extra: CacheKey) -> None:
     """S-17, E-169: refused, whatever the surplus key is."""
-    with refusal(INVALID):
+    with refuses(INVALID):
         prompt.manager.allocate_cache(DESC, [*(CacheKey(1, i) for i in range(4)), extra])
     assert not is_bound(prompt, CacheKey(1, 0))
 
@@ -190,16 +191,16 @@ def test_shapes_that_are_fine(decoder: Decoder, shape: Any) -> None:
 def test_shapes_that_are_refused(decoder: Decoder, shape: list[int], blocks: bool) -> None:
     """S-19, E-164: PARAM_INVALID for both kinds."""
     make = decoder.manager.allocate_blocks_cache if blocks else decoder.manager.allocate_cache
-    with refusal(INVALID):
+    with refuses(INVALID):
         make(CacheDesc(1, shape, DataType.DT_INT16))
 
 
 def test_no_tensors_or_host_memory(decoder: Decoder) -> None:
     """E-161, E-162: both kinds."""
     for make in (decoder.manager.allocate_cache, decoder.manager.allocate_blocks_cache):
-        with refusal(INVALID):
+        with refuses(INVALID):
             make(bytes_desc(0, 1, 1))
-        with refusal(INVALID):
+        with refuses(INVALID):
             make(CacheDesc(1, [1], DataType.DT_INT8, Placement.HOST))
 
 
@@ -217,19 +218,19 @@ def test_memory_stays_for_the_keys(peer: Peer) -> None:
     cache_id = source.get("cache_id")
     prompt.manager.deallocate_cache(source)
     assert source.get("per_device_tensor_addrs") == []
-    with refusal(NO_MEMORY):
+    with refuses(NO_MEMORY):
         prompt.manager.allocate_cache(desc)
     cache = decoder.allocate(desc)
     # by key and by id as before
     decoder.manager.pull_cache(first, cache, 0)
     decoder.manager.pull_cache(CacheKeyByIdAndIndex(1, cache_id, 0), cache, 1)
     assert all(decoder.tensor(cache, t) == prompt.expected(desc, t)[:16] * 2 for t in range(2))
-    with refusal(NO_MEMORY):
+    with refuses(NO_MEMORY):
         prompt.manager.allocate_cache(desc)
     decoder.manager.pull_cache(second, cache, 1)
     assert all(decoder.tensor(cache, t) == prompt.expected(desc, t) for t in range(2))
     for slot in range(2):
-        with refusal(NOT_EXIST):
+        with refuses(NOT_EXIST):
             decoder.manager.pull_cache(CacheKeyByIdAndIndex(1, cache_id, slot), cache)
     assert prompt.manager.allocate_cache(desc, [first, second]).get("cache_id") == cache_id + 1
     decoder.dd.finalize()
@@ -241,7 +242,7 @@ def test_prefix_keys_hold_memory_too(peer: Peer) -> None:
     key = CacheKey(1, ABSENT, 0, 8)
     desc = bytes_desc(2, 1, 16)
     prompt.manager.deallocate_cache(prompt.manager.allocate_cache(desc, [key]))
-    with refusal(NO_MEMORY):
+    with refuses(NO_MEMORY):
         prompt.manager.allocate_cache(desc)
     prompt.manager.remove_cache_key(key)
     prompt.manager.allocate_cache(desc, [key])
@@ -255,7 +256,7 @@ def test_pulled_keys_leave_a_held_cache_alone(linked: tuple[Prompt, Decoder]) ->
     decoder.manager.pull_cache(key, decoder.allocate(DESC))
     assert pulled_slot(prompt, decoder, CacheKeyByIdAndIndex(1, source.get("cache_id"), 0)) == 0
     prompt.manager.deallocate_cache(source)
-    with refusal(NOT_EXIST):
+    with refuses(NOT_EXIST):
         decoder.manager.pull_cache(CacheKeyByIdAndIndex(1, source.get("cache_id"), 0), decoder.allocate(DESC))
 
 
@@ -267,11 +268,11 @@ def test_a_deallocated_cache_is_gone_for_its_owner(linked: tuple[Prompt, Decoder
     cache = decoder.allocate(DESC)
     decoder.manager.deallocate_cache(cache)
     assert cache.per_device_tensor_addrs == []
-    with refusal(NOT_EXIST):
+    with refuses(NOT_EXIST):
         decoder.manager.pull_cache(CacheKey(1, 1), cache)
-    with refusal(NOT_EXIST):
+    with refuses(NOT_EXIST):
         decoder.manager.pull_blocks(BlocksCacheKey(1, 0), cache, [0], [0])
-    with refusal(NOT_EXIST):
+    with refuses(NOT_EXIST):
         decoder.manager.get_cache_tensors(cache)
     assert is_bound(prompt, CacheKey(1, 1))
 
@@ -280,7 +281,7 @@ def test_a_key_does_not_keep_the_handle(prompt: Prompt) -> None:
     """S-21: that keys keep the memory makes no difference to local operations."""
     source = prompt.allocate(DESC, [CacheKey(1, 1)])
     prompt.manager.deallocate_cache(source)
-    with refusal(NOT_EXIST):
+    with refuses(NOT_EXIST):
         prompt.manager.get_cache_tensors(source)
 
 
@@ -294,7 +295,7 @@ def test_deallocating_twice(prompt: Prompt) -> None:
 
 def test_host_caches_are_not_deallocated(decoder: Decoder) -> None:
     """E-173: a cache on the user's memory is refused."""
-    with refusal(INVALID):
+    with refuses(INVALID):
         decoder.manager.deallocate_cache(
             KvCache.create_cpu_cache(CacheDesc(1, [1], DataType.DT_INT8, Placement.HOST), [1])
         )
@@ -311,9 +312,9 @@ def test_a_blocks_cache_goes_with_its_handle(peer: Peer) -> None:
         source = prompt.allocate_blocks(desc, BlocksCacheKey(1, 0))
         decoder.manager.pull_blocks(BlocksCacheKey(1, 0), cache, [0], [0])
         prompt.manager.deallocate_cache(source)
-        with refusal(NOT_EXIST):
+        with refuses(NOT_EXIST):
             decoder.manager.pull_blocks(BlocksCacheKey(1, 0), cache, [0], [0])
-        with refusal(NOT_EXIST):
+        with refuses(NOT_EXIST):
             decoder.manager.pull_cache(CacheKeyByIdAndIndex(1, source.get("cache_id"), 0), cache)
     decoder.dd.finalize()
 
@@ -330,7 +331,7 @@ def test_removing_a_key(linked: tuple[Prompt, Decoder]) -> None:
         prompt.manager.remove_cache_key(first)
     prompt.manager.remove_cache_key(CacheKey(1, 77))
     prompt.manager.remove_cache_key(PADDING)
-    with refusal(NOT_EXIST):
+    with refuses(NOT_EXIST):
         decoder.manager.pull_cache(first, cache)
     decoder.manager.pull_cache(second, cache)
 
@@ -356,7 +357,7 @@ def test_removing_the_last_key_frees(peer: Peer) -> None:
     keys = [CacheKey(1, 1), CacheKey(1, 2)]
     prompt.manager.deallocate_cache(prompt.manager.allocate_cache(desc, keys))
     prompt.manager.remove_cache_key(keys[1])
-    with refusal(NO_MEMORY):
+    with refuses(NO_MEMORY):
         prompt.manager.allocate_cache(desc)
     prompt.manager.remove_cache_key(keys[0])
     prompt.manager.allocate_cache(desc, keys)
@@ -371,7 +372,7 @@ def test_collected_caches_are_deallocated(peer: Peer) -> None:
     for _ in range(3):
         prompt.peer.make("owner:allocate_and_lose", prompt.manager, desc, [])
     cache_id = prompt.peer.make("owner:allocate_and_lose", prompt.manager, desc, [CacheKey(1, 1)])
-    with refusal(NO_MEMORY):
+    with refuses(NO_MEMORY):
         prompt.manager.allocate_cache(desc)
     decoder.manager.pull_cache(CacheKeyByIdAndIndex(1, cache_id, 0), decoder.allocate(desc), src_cache_offset=0)
     decoder.manager.pull_cache(CacheKey(1, 1), decoder.allocate(desc))

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from expect import is_bound, refusal
+from bindings import is_bound
 from pairs import Decoder, Prompt, bytes_desc, cluster_info, options
 from peer import Peer
+from refusals import refuses
 
 from llm_datadist import (
     BlocksCacheKey,
@@ -48,7 +49,7 @@ def test_finalize_and_init_in_any_number() -> None:
 def test_one_engine_at_a_time(decoder: Decoder) -> None:
     """S-170, E-63: a second engine of the process is FAILED, and leaves the first alone."""
     other = LLMDataDist(LLMRole.DECODER, 3)
-    with refusal(LLMStatusCode.LLM_FAILED):
+    with refuses(LLMStatusCode.LLM_FAILED):
         other.init(options())
     assert LLMDataDist.llm_engine_instance is decoder.dd
     decoder.dd.finalize()
@@ -93,7 +94,7 @@ def test_a_manager_ends_with_its_engine(linked: tuple[Prompt, Decoder]) -> None:
     for _ in range(2):
         assert not old.is_initialized()
         for call in calls:
-            with refusal(FINALIZED):
+            with refuses(FINALIZED):
                 call()
         decoder.dd.init(options())
     assert decoder.dd.kv_cache_manager.is_initialized()
@@ -121,7 +122,7 @@ def test_deallocate_right_after_allocate(linked: tuple[Prompt, Decoder]) -> None
     cache = decoder.allocate(DESC)
     decoder.manager.pull_cache(key, cache)
     decoder.check(cache, {t: [(0, prompt.expected(DESC, t)[:64])] for t in range(2)})
-    with refusal(NOT_EXIST):
+    with refuses(NOT_EXIST):
         decoder.manager.pull_cache(key, cache)
     prompt.manager.remove_cache_key(key)
 
@@ -203,12 +204,12 @@ def test_index_lists(linked: tuple[Prompt, Decoder], wrong: Any) -> None:
 def test_the_role_may_be_overwritten(decoder: Decoder) -> None:
     """`KvCacheManager._role` is what the role checks read (api 12)."""
     manager = decoder.manager
-    with refusal(LLMStatusCode.LLM_PARAM_INVALID):
+    with refuses(LLMStatusCode.LLM_PARAM_INVALID):
         manager.allocate_cache(DESC, [CacheKey(1, 1)])
     manager._role = LLMRole.PROMPT
     manager.allocate_cache(DESC, [CacheKey(1, 1)])
     manager.remove_cache_key(CacheKey(1, 1))
-    with refusal(LLMStatusCode.LLM_PARAM_INVALID):
+    with refuses(LLMStatusCode.LLM_PARAM_INVALID):
         manager.pull_cache(CacheKey(1, 1), manager.allocate_cache(DESC))
 
 
@@ -224,7 +225,7 @@ def test_mix_neither_binds_nor_pulls() -> None:
         lambda: manager.pull_cache(CacheKey(1, 1), cache),
         lambda: manager.pull_blocks(BlocksCacheKey(1, 0), cache, [0], [0]),
     ):
-        with refusal(LLMStatusCode.LLM_PARAM_INVALID):
+        with refuses(LLMStatusCode.LLM_PARAM_INVALID):
             call()
     made.finalize()
 
@@ -258,7 +259,7 @@ def test_a_peer_that_came_back(linked: tuple[Prompt, Decoder]) -> None:
         prompt.dd.finalize()
         prompt.dd.init(prompt.options)
         prompt.manager = prompt.dd.get("kv_cache_manager")
-        with refusal(LLMStatusCode.LLM_NOT_YET_LINK):
+        with refuses(LLMStatusCode.LLM_NOT_YET_LINK):
             decoder.manager.pull_cache(CacheKey(1, 2), cache)
         decoder.dd.unlink_clusters([prompt.info()], 3000, True)
         decoder.link(prompt)
@@ -295,7 +296,7 @@ def test_threads_on_two_links(peer: Peer, start_peer: Callable[[], Peer], decode
         decoder.check(cache, {t: [(0, prompts[number % 2].expected(desc, t))] for t in range(4)})
     assert decoder.dd.unlink_clusters([prompts[0].info()], 3000)[0] is SUCCESS
     decoder.manager.pull_blocks(BlocksCacheKey(12, 0), caches[0], [1], [0])
-    with refusal(LLMStatusCode.LLM_NOT_YET_LINK):
+    with refuses(LLMStatusCode.LLM_NOT_YET_LINK):
         decoder.manager.pull_blocks(BlocksCacheKey(11, 0), caches[0], [1], [0])
 
 

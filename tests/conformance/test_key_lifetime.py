@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from expect import is_bound, refusal
+from bindings import is_bound
 from pairs import Decoder, Prompt, bytes_desc
+from refusals import refuses
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMException, LLMStatusCode
 
@@ -107,7 +108,7 @@ def test_a_failed_part_counts_not(linked: tuple[Prompt, Decoder]) -> None:
     prompt, decoder = linked
     prompt.allocate(DESC, [KEY])
     cache = decoder.allocate(bytes_desc(4, 1, 33))
-    with refusal(LLMStatusCode.LLM_PARAM_INVALID):
+    with refuses(LLMStatusCode.LLM_PARAM_INVALID):
         decoder.manager.pull_cache(KEY, cache, **part(FIRST))
     decoder.manager.pull_cache(KEY, cache, size=32, **part(SECOND))
     assert is_bound(prompt, KEY)
@@ -125,7 +126,7 @@ def test_the_worked_example_of_parts(linked: tuple[Prompt, Decoder]) -> None:
         assert is_bound(prompt, KEY)
     decoder.manager.pull_cache(KEY, cache, **part(SECOND))
     assert not is_bound(prompt, KEY)
-    with refusal(NOT_EXIST):
+    with refuses(NOT_EXIST):
         decoder.manager.pull_cache(KEY, cache, **part(FIRST))
 
 
@@ -212,7 +213,7 @@ def test_the_three_calls_and_the_memory(peer: Any, decoder: Decoder) -> None:
     decoder.manager.pull_cache(keys[0], cache, 0)
     decoder.manager.pull_cache(keys[1], cache, 1, src_layer_range=range(0, 2), dst_layer_range=range(2, 4))
     decoder.manager.pull_cache(keys[1], cache, src_cache_offset=0, dst_cache_offset=0)
-    with refusal(LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY):
+    with refuses(LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY):
         prompt.manager.allocate_cache(desc)
     prompt.manager.remove_cache_key(keys[1])
     prompt.manager.allocate_cache(desc)
@@ -229,7 +230,7 @@ def test_a_released_key_is_gone(linked: tuple[Prompt, Decoder], held: bool) -> N
             prompt.manager.deallocate_cache(source)
         decoder.manager.pull_cache(KEY, cache)
         assert all(decoder.tensor(cache, t)[:32] == prompt.expected(DESC, t, salt=salt)[:32] for t in range(8))
-        with refusal(NOT_EXIST):
+        with refuses(NOT_EXIST):
             decoder.manager.pull_cache(KEY, cache)
 
 
@@ -273,8 +274,8 @@ def test_many_keys_of_one_cache(
     cache = decoder.allocate(desc)
     for key in order(keys):
         decoder.manager.pull_cache(key, cache, key.req_id)
-        with refusal(NOT_EXIST):
+        with refuses(NOT_EXIST):
             decoder.manager.pull_cache(key, cache)
     decoder.check(cache, {0: [(0, prompt.expected(desc, 0))]})
-    with refusal(NOT_EXIST):
+    with refuses(NOT_EXIST):
         decoder.manager.pull_cache(CacheKeyByIdAndIndex(1, source.get("cache_id"), 0), cache)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from expect import is_bound, refusal
+from bindings import is_bound
 from pairs import Decoder, Prompt, bytes_desc
+from refusals import refuses
 
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
 
@@ -91,7 +92,7 @@ def test_selection(
             decoder.manager.pull_cache(KEY, cache, 2, **kwargs)
 
     if expected is None:
-        with refusal(INVALID):
+        with refuses(INVALID):
             pull()
         decoder.untouched(cache)
         assert is_bound(prompt, BLOCKS if blocks else KEY)

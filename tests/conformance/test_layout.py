@@ -4,7 +4,7 @@ import itertools
 
 import memory
 import pytest
-from expect import is_bound
+from bindings import is_bound
 from pairs import Decoder, Prompt, bytes_desc
 from peer import Peer
 

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from expect import refusal
 from pairs import Decoder, bytes_desc, options
+from refusals import refuses
 
 from llm_datadist import LLMDataDist, LLMRole, LLMStatusCode
 
@@ -19,7 +19,7 @@ MIB = 2**20
 def room(decoder: Decoder) -> int:
     """Count the caches of one 512-byte tensor that fit, and give them back."""
     caches = []
-    with refusal(NO_MEMORY):
+    with refuses(NO_MEMORY):
         while len(caches) < 1000:
             caches.append(decoder.manager.allocate_cache(bytes_desc(1, 1, 1)))
     for cache in caches:
@@ -65,13 +65,13 @@ def test_all_or_nothing() -> None:
     for cache in caches[::2]:
         manager.deallocate_cache(cache)
     for num_tensors, nbytes in ((5, 512), (3, 513), (1, 4096), (2**20, 1), (1, 2**62)):
-        with refusal(NO_MEMORY):
+        with refuses(NO_MEMORY):
             manager.allocate_cache(bytes_desc(num_tensors, 1, nbytes))
     # Four free pieces apart from each other hold four tensors, but none of twice the size.
     scattered = manager.allocate_cache(bytes_desc(4, 1, 512))
     decoder.prefill(scattered)
     decoder.untouched(scattered)
-    with refusal(NO_MEMORY):
+    with refuses(NO_MEMORY):
         manager.allocate_cache(bytes_desc(1, 1, 1))
     manager.deallocate_cache(scattered)
     manager.deallocate_cache(caches[1])
@@ -91,7 +91,7 @@ def test_without_a_limit() -> None:
     """S-124: the pool alone bounds what can be allocated, and says so as lack of memory."""
     decoder = Decoder()
     decoder.untouched(decoder.allocate(bytes_desc(2, 2, 8 * MIB)))
-    with refusal(NO_MEMORY):
+    with refuses(NO_MEMORY):
         decoder.manager.allocate_cache(bytes_desc(1, 1, 2**62))
     decoder.dd.finalize()
 
@@ -163,6 +163,6 @@ def test_buffer_tiers(tiers: Any) -> None:
 )
 def test_buffer_tiers_that_are_refused(tiers: Any) -> None:
     """S-125, E-83: PARAM_INVALID at init, and init can be tried again."""
-    with refusal(INVALID):
+    with refuses(INVALID):
         start(tiers)
     start(DOCUMENTED).finalize()

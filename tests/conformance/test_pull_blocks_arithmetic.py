@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expect import refusal
 from pairs import Decoder, Prompt, bytes_desc
+from refusals import refuses
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMStatusCode
 
@@ -103,7 +103,7 @@ def test_s51_block_sizes_must_be_equal(
     prompt, decoder = linked
     prompt.allocate_blocks(bytes_desc(2, 8, source_bytes), KEY)
     cache = decoder.allocate(bytes_desc(2, 8, destination_bytes), blocks=True)
-    with refusal(INVALID):
+    with refuses(INVALID):
         decoder.manager.pull_blocks(KEY, cache, [0, 1], [0, 1])
     decoder.untouched(cache)
 
@@ -139,7 +139,7 @@ def test_s52_lists_that_are_refused(linked: tuple[Prompt, Decoder], source: list
     prompt, decoder = linked
     prompt.allocate_blocks(bytes_desc(2, 8, 16), KEY)
     cache = decoder.allocate(bytes_desc(2, 6, 16), blocks=True)
-    with refusal(INVALID):
+    with refuses(INVALID):
         decoder.manager.pull_blocks(KEY, cache, source, destination)
     decoder.untouched(cache)
 
@@ -185,6 +185,6 @@ def test_s55_unknown_key(linked: tuple[Prompt, Decoder]) -> None:
     prompt.allocate(desc, [CacheKey(1, 0, 5)])
     cache = decoder.allocate(desc)
     for model in (1, 5, 2**64 - 1):
-        with refusal(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        with refuses(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
             decoder.manager.pull_blocks(BlocksCacheKey(1, model), cache, [0], [0])
     decoder.untouched(cache)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import pytest
-from expect import is_bound, refusal
+from bindings import is_bound
 from pairs import Decoder, Prompt, bytes_desc
+from refusals import refuses
 
 from llm_datadist import CacheDesc, CacheKey, DataType, LLMStatusCode
 
@@ -49,7 +50,7 @@ def test_worked_examples(
     prompt.allocate(SOURCE, [KEY_10, KEY_11])
     cache = decoder.allocate(CacheDesc(4, shape, FLOAT16))
     if moved is None:
-        with refusal(INVALID):
+        with refuses(INVALID):
             decoder.manager.pull_cache(KEY_11, cache, *args, **kwargs)
         decoder.untouched(cache)
         assert is_bound(prompt, KEY_11)
@@ -69,7 +70,7 @@ def test_source_256_destination_512(linked: tuple[Prompt, Decoder], size: int, f
     prompt.allocate(source, [KEY_10])
     cache = decoder.allocate(bytes_desc(2, 1, 512))
     if not fits:
-        with refusal(INVALID):
+        with refuses(INVALID):
             decoder.manager.pull_cache(KEY_10, cache, size=size)
         decoder.untouched(cache)
         size = 256
@@ -105,7 +106,7 @@ def test_offsets_at_the_end_of_the_slot(
     if size == -1 and side == "src_cache_offset":
         fits = False  # the length comes from the destination
     if not fits:
-        with refusal(INVALID):
+        with refuses(INVALID):
             decoder.manager.pull_cache(KEY_11, cache, 1, size, **{side: offset})
         decoder.untouched(cache)
         return

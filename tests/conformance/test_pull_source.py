@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from expect import is_bound, refusal
+from bindings import is_bound
 from pairs import Decoder, Prompt, bytes_desc
 from peer import Peer
+from refusals import refuses
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 
@@ -73,7 +74,7 @@ def test_what_is_not_there(linked: tuple[Prompt, Decoder], key: Any) -> None:
     prompt, decoder = linked
     prompt.allocate(DESC, [CacheKey(1, 1)])
     cache = decoder.allocate(DESC)
-    with refusal(NOT_EXIST):
+    with refuses(NOT_EXIST):
         decoder.manager.pull_cache(key, cache)
     decoder.untouched(cache)
 
@@ -130,9 +131,9 @@ def test_the_first_fault_is_named(linked: tuple[Prompt, Decoder]) -> None:
     gone, cache = decoder.manager.allocate_cache(DESC), decoder.allocate(DESC)
     decoder.manager.deallocate_cache(gone)
     unlinked, unknown, present = CacheKey(9, 1), CacheKey(1, 9), CacheKey(1, 1)
-    with refusal(INVALID):
+    with refuses(INVALID):
         pull(unlinked, gone, 9, 0)
-    with refusal(NOT_EXIST):
+    with refuses(NOT_EXIST):
         pull(unlinked, gone, 9)
     for wrong in (
         {"batch_index": 9},
@@ -142,14 +143,14 @@ def test_the_first_fault_is_named(linked: tuple[Prompt, Decoder]) -> None:
         {"src_layer_range": range(2)},
         {"src_layer_range": range(2), "dst_layer_range": range(1)},
     ):
-        with refusal(INVALID):
+        with refuses(INVALID):
             pull(unlinked, cache, **wrong)
     # What only the peer can tell comes later: its slot is too short, and it has no layer 1.
-    with refusal(NOT_LINKED):
+    with refuses(NOT_LINKED):
         pull(unlinked, cache, src_layer_range=range(1, 2), dst_layer_range=range(1))
-    with refusal(NOT_EXIST):
+    with refuses(NOT_EXIST):
         pull(unknown, cache, src_layer_range=range(1, 2), dst_layer_range=range(1))
-    with refusal(INVALID):
+    with refuses(INVALID):
         pull(present, cache)
     decoder.untouched(cache)
     pull(present, cache, size=8)
@@ -158,7 +159,7 @@ def test_the_first_fault_is_named(linked: tuple[Prompt, Decoder]) -> None:
 def test_the_own_cluster_id_is_not_linked(linked: tuple[Prompt, Decoder]) -> None:
     """S-40, E-230: pulling from oneself finds no link."""
     _, decoder = linked
-    with refusal(NOT_LINKED):
+    with refuses(NOT_LINKED):
         decoder.manager.pull_cache(CacheKey(decoder.cluster_id, 1), decoder.allocate(DESC))
-    with refusal(NOT_LINKED):
+    with refuses(NOT_LINKED):
         decoder.manager.pull_blocks(BlocksCacheKey(decoder.cluster_id, 0), decoder.allocate(DESC), [0], [0])

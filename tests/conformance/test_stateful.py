@@ -7,7 +7,6 @@ from typing import Any
 
 import model
 import pytest
-from expect import refusal
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,6 +22,7 @@ from hypothesis.stateful import (
 from model import Layers, Shape
 from pairs import PREFILL, Decoder, Prompt, bytes_desc
 from peer import Peer
+from refusals import refuses
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 
@@ -117,7 +117,7 @@ class Machine(RuleBasedStateMachine):
         else:
             slot_of = {key: slot for slot, key in enumerate(keys) if key is not PADDING}
             return self.made(shape, self.prompt.manager.allocate_cache(bytes_desc(*shape), keys), slot_of, blocks=False)
-        with refusal(status):
+        with refuses(status):
             self.prompt.manager.allocate_cache(bytes_desc(*shape), keys)
         return multiple()
 
@@ -131,7 +131,7 @@ class Machine(RuleBasedStateMachine):
         else:
             handle = self.prompt.manager.allocate_blocks_cache(bytes_desc(*shape), key)
             return self.made(shape, handle, {key: 0} if key else {}, blocks=True)
-        with refusal(status):
+        with refuses(status):
             self.prompt.manager.allocate_blocks_cache(bytes_desc(*shape), key)
         return multiple()
 
@@ -194,7 +194,7 @@ class Machine(RuleBasedStateMachine):
         """Give one back; a pull into it is refused afterwards: S-21."""
         destination = self.filled.pop(number % len(self.filled))
         self.decoder.manager.deallocate_cache(destination.cache)
-        with refusal(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        with refuses(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
             self.decoder.manager.pull_cache(KEYS[0], destination.cache)
 
     @rule(
@@ -249,16 +249,16 @@ class Machine(RuleBasedStateMachine):
         # What the destination alone can tell comes first, and does not depend on what is at the other end: S-40.
         agreeable = Shape(self.tensors_that_pair(here, chosen), 1, here.stride)
         if model.pull_cache(agreeable, 0, here, batch_index, size, offset, None, chosen) is None:
-            with refusal(LLMStatusCode.LLM_PARAM_INVALID):
+            with refuses(LLMStatusCode.LLM_PARAM_INVALID):
                 run()
             return
         if source is None:
-            with refusal(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+            with refuses(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
                 run()
             return
         moves = model.pull_cache(source.shape, slot, here, batch_index, size, offset, None, chosen)
         if moves is None:
-            with refusal(LLMStatusCode.LLM_PARAM_INVALID):
+            with refuses(LLMStatusCode.LLM_PARAM_INVALID):
                 run()
             return
         run()
@@ -297,7 +297,7 @@ class Machine(RuleBasedStateMachine):
         else:
             status, moves = LLMStatusCode.LLM_PARAM_INVALID, model.pull_blocks(source.shape, of, here, to, chosen)
         if moves is None or source is None:
-            with refusal(status):
+            with refuses(status):
                 self.decoder.manager.pull_blocks(key, into.cache, of, to, **chosen.kwargs())
             return
         self.decoder.manager.pull_blocks(key, into.cache, of, to, **chosen.kwargs())

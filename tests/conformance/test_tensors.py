@@ -5,8 +5,8 @@ from __future__ import annotations
 import memory
 import numpy as np
 import pytest
-from expect import refusal
 from pairs import Decoder, Prompt, bytes_desc, options
+from refusals import refuses
 
 from llm_datadist import CacheDesc, CacheKey, DataType, KvCache, LLMStatusCode, Placement, Tensor, TensorDesc
 from llm_datadist.data_type import dtype_to_np_dtype
@@ -83,7 +83,7 @@ def test_which_tensor(decoder: Decoder) -> None:
         (tensor,) = decoder.manager.get_cache_tensors(cache, i)
         assert tensor.numpy().ctypes.data == cache.per_device_tensor_addrs[0][i]
     for index in (3, -1, 2**31 - 1, -(2**31)):
-        with refusal(LLMStatusCode.LLM_PARAM_INVALID):
+        with refuses(LLMStatusCode.LLM_PARAM_INVALID):
             decoder.manager.get_cache_tensors(cache, index)
     for index in (2**31, -(2**31) - 1):
         with pytest.raises(ValueError, match="tensor_index"):
@@ -92,7 +92,7 @@ def test_which_tensor(decoder: Decoder) -> None:
         with pytest.raises(TypeError):
             decoder.manager.get_cache_tensors(*arguments)
     on_host = KvCache.create_cpu_cache(CacheDesc(1, [1], DataType.DT_INT8, Placement.HOST), [1])
-    with refusal(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+    with refuses(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
         decoder.manager.get_cache_tensors(on_host)
 
 
@@ -106,7 +106,7 @@ def test_memory_outlives_the_cache(what: str) -> None:
     kept = tensor if what == "tensor" else tensor.numpy()
     del tensor
     decoder.manager.deallocate_cache(cache)
-    with refusal(LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY):
+    with refuses(LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY):
         decoder.manager.allocate_cache(desc)
     array = kept.numpy() if isinstance(kept, Tensor) else kept
     assert (array == 0xA5).all()
