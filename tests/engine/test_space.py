@@ -58,7 +58,7 @@ class SpaceModel(RuleBasedStateMachine):
 
 
 TestSpaceModel = SpaceModel.TestCase
-TestSpaceModel.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestSpaceModel.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.parametrize("nbytes", [0, 7])
