@@ -149,6 +149,8 @@ class Links:
         self._listeners: list[tuple[Address, socket.socket]] = []
         self._paused = False
         self._accepting = 0
+        #: Workers that answer a client, with its connection once it is taken.
+        self._answering: dict[threading.Thread, Channel | None] = {}
         self._one_call = threading.Lock()
         self._closing = False
 
@@ -194,7 +196,10 @@ class Links:
             self._paused = True
             for _, listener in self._listeners:
                 self._service.pause(listener)
-        threading.Thread(target=self._serve, args=(sock,), name="llm_datadist link", daemon=True).start()
+        worker = threading.Thread(target=self._serve, args=(sock,), name="llm_datadist link", daemon=True)
+        with self._lock:
+            self._answering[worker] = None
+        worker.start()
 
     def _served(self) -> None:
         self._accepting -= 1
@@ -210,11 +215,18 @@ class Links:
             get_logger().warning("refused a link: %s", e)
         else:
             try:
+                with self._lock:
+                    self._answering[threading.current_thread()] = channel
+                    closing = self._closing
+                if closing:
+                    raise Gone("this engine is being finalized")
                 self._answer(channel)
             except (Gone, TimedOut, Malformed, Unreadable, BackendError, Refused, OSError, ValueError) as e:
                 get_logger().warning("a link with process %d did not come about: %s", channel.pid, e)
                 channel.close()
         finally:
+            with self._lock:
+                del self._answering[threading.current_thread()]
             self._service.call(self._served)
 
     def _answer(self, channel: Channel) -> None:
@@ -484,6 +496,8 @@ class Links:
             link.channel.send(frame, deadline_ns)
         except (Gone, TimedOut) as e:
             get_logger().warning("could not answer cluster %d: %s", link.cluster_id, e)
+            # Half a frame may have gone out, and a peer that does not read must not hold up the service thread again.
+            link.channel.hang_up()
 
     def _ask(self, link: Link, kind: Kind, deadline_ns: int) -> None:
         request = next(link.requests)
@@ -647,9 +661,15 @@ class Links:
         with self._lock:
             self._closing = True
             links = list(self._links.values())
+            answering = dict(self._answering)
         for _, sock in self._listeners:
             self._service.release(sock)
         self._listeners.clear()
+        for channel in answering.values():
+            if channel is not None:
+                channel.hang_up()
+        for worker in answering:
+            worker.join(control.remaining(deadline_ns))
         for link in links:
             self._remove(link, "this engine was finalized")
             # A transfer of another thread may still run; it sees the closed connection and ends.
@@ -663,6 +683,9 @@ class Links:
         for link in list(self._links.values()):
             link.state, link.reason = State.GONE, "inherited by a forked child"
             link.channel.abandon()
+        for channel in list(self._answering.values()):
+            if channel is not None:
+                channel.abandon()
 
 
 class _Exclusive:
