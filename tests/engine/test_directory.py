@@ -242,9 +242,7 @@ def test_reader_never_sees_a_mixed_record(shared: SharedWindow) -> None:
         entries = records = absent = 0
         begin, end = time.monotonic(), time.monotonic() + 30
         while time.monotonic() < end and (
-            min(entries, records, absent) < 2000
-            or shared.word(W_EPOCH).value < 40
-            or time.monotonic() - begin < 1
+            min(entries, records, absent) < 2000 or shared.word(W_EPOCH).value < 40 or time.monotonic() - begin < 1
         ):
             for ident in range(directory_writer.CHANGING):
                 entry = reader.find(Key(REQUEST, ident, 1), soon())
@@ -337,9 +335,7 @@ def test_hostile_bytes(data: st.DataObject) -> None:
             published.append(record)
             targets += [layout.entries + number * 64 + 8 * word for word in range(8)]
             targets += [at + 8 * word for word in range(16)]
-        targets += [
-            layout.index + 8 * i for i in range(512) if shared.word(layout.index + 8 * i).value
-        ]
+        targets += [layout.index + 8 * i for i in range(512) if shared.word(layout.index + 8 * i).value]
         places = st.sampled_from(targets) | st.integers(0, NBYTES // 8 - 1).map(lambda word: word * 8)
         for offset, value in data.draw(st.lists(st.tuples(places, odd_values | fields), min_size=1, max_size=8)):
             shared.word(offset).value = value

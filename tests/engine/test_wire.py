@@ -16,9 +16,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
     max_leaves=10,
 )
-frames = st.builds(
-    Frame, st.sampled_from(Kind), st.integers(0, 2**64 - 1), st.dictionaries(texts, values, max_size=6)
-)
+frames = st.builds(Frame, st.sampled_from(Kind), st.integers(0, 2**64 - 1), st.dictionaries(texts, values, max_size=6))
 
 
 def parse(data: bytes) -> Frame:
