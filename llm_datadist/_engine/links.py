@@ -505,6 +505,8 @@ class Links:
             link.channel.send(frame, deadline_ns)
         except (Gone, TimedOut) as e:
             get_logger().warning("could not answer cluster %d: %s", link.cluster_id, e)
+            # Half a frame may have gone out, and a peer that does not read must not hold up the service thread again.
+            link.channel.hang_up()
 
     def _ask(self, link: Link, kind: Kind, deadline_ns: int) -> None:
         request = next(link.requests)
