@@ -339,6 +339,26 @@ def allocate_kept(desc: CacheDesc) -> None:
     _kept[-1][0].allocate_cache(desc)
 
 
+def pull_again(key: CacheKey) -> int | None:
+    """Pull by offset, which keeps the key, into the cache that was bound first; give its word."""
+    cache = _caches[1]
+    for address in cache.per_device_tensor_addrs[0]:
+        memory.fill(address, 0, cache.cache_desc.size)
+    _manager().pull_cache(key, cache, 0, dst_cache_offset=0)
+    words = {memory.word(address, cache.cache_desc.size) for address in cache.per_device_tensor_addrs[0]}
+    return words.pop() if len(words) == 1 else None
+
+
+def check_inherited(cluster_id: int) -> None:
+    """Ask for a sign of life over a link that the parent has made."""
+    _instance().check_link_status(cluster_id)
+
+
+def unlink_inherited(info: Any) -> None:
+    """Drop a link that the parent has made."""
+    _instance().unlink_clusters([info])
+
+
 def finalize_inherited() -> None:
     """End what the parent has made."""
     _instance().finalize()
