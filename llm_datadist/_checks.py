@@ -29,7 +29,8 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = 120
 
 def refused(exception: E) -> E:
     """Log why an argument is refused, and give the exception back to be raised."""
-    error("%s", exception)
+    # The text alone: a record that a handler keeps would keep the exception's frames, and the caches in them.
+    error("%s", str(exception))
     return exception
 
 

@@ -467,7 +467,9 @@ class KvCache:
     _cache_id: int
     _cache_desc: CacheDesc
     _per_device_tensor_addrs: list[list[int]]
+    #: Also tells which engine made the cache: ids start again from 1 in each.
     _collected: Callable[[int], None] | None = None
+    _held = False
 
     def __init__(self) -> None:
         raise TypeError("a KvCache is made by KvCacheManager.allocate_cache or KvCache.create_cpu_cache")
@@ -493,6 +495,7 @@ class KvCache:
         cache._cache_desc = cache_desc
         cache._per_device_tensor_addrs = per_device_tensor_addrs
         cache._collected = collected
+        cache._held = collected is not None
         return cache
 
     @classmethod
@@ -554,10 +557,10 @@ class KvCache:
 
     def _clear(self) -> None:
         self._per_device_tensor_addrs = []
-        self._collected = None
+        self._held = False
 
     def __del__(self) -> None:
-        if self._collected is not None:
+        if self._held and self._collected is not None:
             self._collected(self._cache_id)
 
     def __repr__(self) -> str:

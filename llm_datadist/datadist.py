@@ -269,7 +269,7 @@ class LLMDataDist:
         Parameters
         ----------
         clusters : list or tuple of LLMClusterInfo
-            As for `link_clusters`, with the addresses the links were made with.
+            As for `link_clusters`, with the addresses the links were made with, or without any.
         timeout : int, default 3000
             Limit of the whole call in ms, in [1, 2**31).
         force : bool, default False

@@ -16,6 +16,7 @@ from llm_datadist._checks import (
     check_pulled_layers,
     check_size,
     int32,
+    int64,
     refused,
     typed,
     uint32,
@@ -23,7 +24,7 @@ from llm_datadist._checks import (
 from llm_datadist._log import get_logger, info
 from llm_datadist.cache_types import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, KvCache, Placement
 from llm_datadist.configs import LLMRole
-from llm_datadist.status import ParamInvalid
+from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
 from llm_datadist.tensor import Tensor, TensorDesc
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class KvCacheManager:
         self._kinds = (CACHE, REQUEST, PREFIX, BLOCKS)
         self._key, self._layers, self._indices = Key, Layers, indices
         self._warned: set[str] = set()
+        self._dropped = engine.caches.dropped.append
 
     def is_initialized(self) -> bool:
         """Say whether the engine of this manager still runs.
@@ -159,7 +161,9 @@ class KvCacheManager:
         """
         self._engine.require_open()
         self._device_cache("cache", cache)
-        self._engine.caches.deallocate(cache.cache_id)
+        info("deallocate cache %d", cache.cache_id)
+        if cache._collected is self._dropped:
+            self._engine.caches.deallocate(cache.cache_id)
         cache._clear()
         info("deallocated cache %d", cache.cache_id)
 
@@ -182,6 +186,7 @@ class KvCacheManager:
         self._require_role("remove_cache_key", LLMRole.PROMPT)
         typed("cache_key", cache_key, CacheKey)
         key = self._owned_key(cache_key)
+        info("remove %s", cache_key)
         if key is not None:
             self._engine.caches.remove_key(key)
         info("removed %s", cache_key)
@@ -215,11 +220,14 @@ class KvCacheManager:
         desc = cache.cache_desc
         if not 0 <= tensor_index < desc.num_tensors:
             raise refused(ParamInvalid(f"tensor_index is {tensor_index}, allowed are 0 to {desc.num_tensors - 1}"))
-        local, view = self._engine.caches.view(cache.cache_id)
-        return [
+        info("get_cache_tensors of cache %d, tensor %d", cache.cache_id, tensor_index)
+        local, view = self._engine.caches.view(self._own_id("cache", cache))
+        tensors = [
             Tensor._over(view, addresses[tensor_index], TensorDesc(desc.data_type, list(desc.shape)))
             for addresses in local.addresses
         ]
+        info("get_cache_tensors of cache %d done", cache.cache_id)
+        return tensors
 
     # ------------------------------------------------------------------ pulls
 
@@ -271,8 +279,9 @@ class KvCacheManager:
         self._require_role("pull_cache", LLMRole.DECODER)
         check_isinstance("cache_key", cache_key, [CacheKey, CacheKeyByIdAndIndex], allow_none=False)
         self._device_cache("kv_cache", kv_cache)
-        size = check_size(size)
+        int64("size", size)
         batch_index = uint32("batch_index", batch_index)
+        size = check_size(size)
         source_offset = check_offset("src_cache_offset", kwargs.get("src_cache_offset"))
         destination_offset = check_offset("dst_cache_offset", kwargs.get("dst_cache_offset"))
         key, slot = self._pulled_key(cache_key)
@@ -281,17 +290,21 @@ class KvCacheManager:
         verbose = self._logger.isEnabledFor(logging.INFO)
         if verbose:
             info("pull_cache %s into %s, slot %d, size %d, %s", cache_key, kv_cache, batch_index, size, kwargs)
-        self._engine.transfers.pull_slot(
-            cache_key.cluster_id,
-            key,
-            slot,
-            kv_cache.cache_id,
-            batch_index,
-            size,
-            source_offset,
-            destination_offset,
-            layers,
-        )
+        try:
+            self._engine.transfers.pull_slot(
+                cache_key.cluster_id,
+                key,
+                slot,
+                self._own_id("kv_cache", kv_cache),
+                batch_index,
+                size,
+                source_offset,
+                destination_offset,
+                layers,
+            )
+        except ParamInvalid as e:
+            refused(e)
+            raise
         if verbose:
             info("pull_cache %s done", cache_key)
 
@@ -335,8 +348,12 @@ class KvCacheManager:
         self._require_role("pull_blocks", LLMRole.DECODER)
         typed("prompt_cache_key", prompt_cache_key, BlocksCacheKey)
         self._device_cache("decoder_kv_cache", decoder_kv_cache)
-        source = self._indices(prompt_blocks, "prompt_blocks")
-        destination = self._indices(decoder_blocks, "decoder_blocks")
+        try:
+            source = self._indices(prompt_blocks, "prompt_blocks")
+            destination = self._indices(decoder_blocks, "decoder_blocks")
+        except (TypeError, ValueError) as e:
+            refused(e)
+            raise
         if len(source) != len(destination) or not len(source):
             raise refused(
                 ParamInvalid(
@@ -350,14 +367,18 @@ class KvCacheManager:
         verbose = self._logger.isEnabledFor(logging.INFO)
         if verbose:
             info("pull_blocks %s into %s, %d blocks, %s", prompt_cache_key, decoder_kv_cache, len(source), kwargs)
-        self._engine.transfers.pull_blocks(
-            prompt_cache_key.cluster_id,
-            self._blocks_key(prompt_cache_key),
-            decoder_kv_cache.cache_id,
-            source,
-            destination,
-            layers,
-        )
+        try:
+            self._engine.transfers.pull_blocks(
+                prompt_cache_key.cluster_id,
+                self._blocks_key(prompt_cache_key),
+                self._own_id("decoder_kv_cache", decoder_kv_cache),
+                source,
+                destination,
+                layers,
+            )
+        except ParamInvalid as e:
+            refused(e)
+            raise
         if verbose:
             info("pull_blocks %s done", prompt_cache_key)
 
@@ -372,6 +393,15 @@ class KvCacheManager:
         typed(name, cache, KvCache)
         if cache.cache_desc.placement is not Placement.DEVICE:
             raise refused(ParamInvalid(f"{name} is on {cache.cache_desc.placement}, allowed is DEVICE"))
+
+    def _own_id(self, name: str, cache: KvCache) -> int:
+        """Give a cache's id in this engine; refuse caches of another engine, which may have the same id."""
+        if cache._collected is not self._dropped:
+            raise LLMException(
+                f"{name} is cache {cache.cache_id} of another engine, or on host memory",
+                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+            )
+        return cache.cache_id
 
     @staticmethod
     def _check_desc(desc: CacheDesc) -> None:
@@ -391,7 +421,7 @@ class KvCacheManager:
         cache = self._engine.caches.allocate(geometry, keys)
         info("allocated cache %d", cache.id)
         addresses = [list(device) for device in cache.addresses]
-        return KvCache._made(cache.id, desc, addresses, self._engine.caches.dropped.append)
+        return KvCache._made(cache.id, desc, addresses, self._dropped)
 
     def _owned_key(self, key: CacheKey) -> Key | None:
         """Give the key that an owner binds, or None for padding."""

@@ -23,7 +23,7 @@ from llm_datadist.backends.simulator import exports, limits
 from llm_datadist.backends.simulator.endpoint import SimulatorEndpoint
 from llm_datadist.backends.simulator.faults import Faults
 from llm_datadist.backends.simulator.pools import Pools
-from llm_datadist.backends.simulator.segments import READ_BY_PEERS, SHARED, Segment
+from llm_datadist.backends.simulator.segments import MAX_SEGMENT_BYTES, READ_BY_PEERS, SHARED, Segment
 
 __all__ = ["SimulatorBackend"]
 
@@ -55,8 +55,8 @@ class SimulatorBackend(Backend):
             raise BackendError(
                 Failure.UNAVAILABLE, f"The simulator backend runs on Linux only; this system is {sys.platform}."
             )
-        address_space = int(options.get("llm.Simulator.AddressSpace", DEFAULT_ADDRESS_SPACE))
-        keep_free = int(options.get("llm.Simulator.KeepFree", DEFAULT_KEEP_FREE))
+        address_space = _bytes(options, "llm.Simulator.AddressSpace", DEFAULT_ADDRESS_SPACE, 1)
+        keep_free = _bytes(options, "llm.Simulator.KeepFree", DEFAULT_KEEP_FREE, 0)
         self._threads = int(options.get("llm.CopyThreads", DEFAULT_COPY_THREADS))
         self._pools = Pools(address_space, keep_free, self._room)
         self._windows: tuple[Segment, ...] = ()
@@ -109,18 +109,29 @@ class SimulatorBackend(Backend):
         return SimulatorEndpoint(self, peer, pair, self._threads)
 
     def abandon(self) -> None:
-        with self._lock:
-            self._open = False
-            for fd in self.descriptors():
-                os.close(fd)
+        # Takes no lock: in a forked child another thread may have held it for ever.
+        fds, self._open = self.descriptors(), False
+        for fd in fds:
+            os.close(fd)
 
     def descriptors(self) -> tuple[int, ...]:
-        """List the descriptors of this backend. Endpoints have none."""
+        """List the descriptors that a forked child must close. Endpoints have none."""
+        if not self._open:
+            return ()
         return (*(window.fd for window in self._windows), *(fd for _, fd in self._pools.regions()))
 
     def _check_open(self) -> None:
         if not self._open:
             raise BackendError(Failure.UNAVAILABLE, "The simulator backend is closed.")
+
+
+def _bytes(options: Mapping[str, str], key: str, default: int, low: int) -> int:
+    text = options.get(key, str(default))
+    if not (text.isascii() and text.isdigit()) or len(text) > 19 or not low <= int(text) <= MAX_SEGMENT_BYTES:
+        raise BackendError(
+            Failure.INVALID, f"{key} is {text!r:.200}, allowed are {low} to {MAX_SEGMENT_BYTES} bytes"
+        )
+    return int(text)
 
 
 def _window_segment(name: str, nbytes: int, seals: int) -> Segment:

@@ -31,6 +31,7 @@ from llm_datadist._engine.directory import (
     Record,
 )
 from llm_datadist._engine.space import Space
+from llm_datadist._log import get_logger
 from llm_datadist.backend import Backend, BackendError, MemoryKind, Region
 from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
 
@@ -351,7 +352,9 @@ class Caches:
                 self._unbind(binding)
                 self._release_if_unused(binding.cache)
         while self.dropped:
-            self._drop(self.dropped.popleft())
+            cache_id = self.dropped.popleft()
+            get_logger().info("cache %d was collected without deallocate_cache: deallocating it", cache_id)
+            self._drop(cache_id)
         while self._ended_views:
             cache = self._ended_views.popleft()
             cache.views -= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from llm_datadist.backend import BackendError, Failure
 from llm_datadist.status import LLMException, LLMStatusCode
+from llm_datadist.status import exception_of as status_exception
 
 __all__ = ["exception_of", "out_of_memory_code", "timeout_code"]
 
@@ -32,4 +33,4 @@ def exception_of(error: BackendError, cache_manager: bool) -> LLMException:
         Failure.FAILED: LLMStatusCode.LLM_FAILED,
     }[error.kind]
     number = f" (native code {error.native_code})" if error.native_code else ""
-    return LLMException(error.text + number, status_code=code)
+    return status_exception(code, error.text + number)

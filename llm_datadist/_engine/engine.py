@@ -83,10 +83,14 @@ class Engine:
 
     def _reserve_pools(self) -> list[Pool]:
         pools = []
+        limit = self.config.memory_limit
+        # A share of 0 is allowed, a region without a byte is not.
+        wanted = None if limit is None else max(limit, 1)
         for device in self.config.devices:
-            region = self.backend.reserve(device, self.config.memory_limit, MemoryKind.DEVICE)
-            limit = region.nbytes if self.config.memory_limit is None else self.config.memory_limit
-            pools.append(Pool(region, Space(region.nbytes, TENSOR_ALIGNMENT), limit))
+            region = self.backend.reserve(device, wanted, MemoryKind.DEVICE)
+            pools.append(
+                Pool(region, Space(region.nbytes, TENSOR_ALIGNMENT), region.nbytes if limit is None else limit)
+            )
         return pools
 
     # ------------------------------------------------------------------ links
@@ -95,7 +99,7 @@ class Engine:
         self, requests: Sequence[LinkRequest], timeout_ms: int
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
         """Link to prompt clusters (KvCacheManager mode)."""
-        refusal = self._check_requests(requests)
+        refusal = self._check_number(requests) or self._check_addresses(requests)
         if refusal is not None:
             return refusal, []
         if not self.links.one_call().acquire(blocking=False):
@@ -116,8 +120,8 @@ class Engine:
     def unlink_clusters(
         self, requests: Sequence[LinkRequest], timeout_ms: int, force: bool, *, as_client: bool
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Unlink clusters (KvCacheManager mode)."""
-        refusal = self._check_requests(requests)
+        """Unlink clusters (KvCacheManager mode); those without any address are unlinked by their id alone."""
+        refusal = self._check_number(requests) or self._check_addresses([r for r in requests if r.local or r.remote])
         if refusal is not None:
             return refusal, []
         if not self.links.one_call().acquire(blocking=False):
@@ -129,14 +133,18 @@ class Engine:
         failed = any(r not in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_NOT_YET_LINK) for r in results)
         return (LLMStatusCode.LLM_UNLINK_FAILED if failed else LLMStatusCode.LLM_SUCCESS), results
 
-    def _check_requests(self, requests: Sequence[LinkRequest]) -> LLMStatusCode | None:
-        devices = len(self.config.devices)
+    @staticmethod
+    def _check_number(requests: Sequence[LinkRequest]) -> LLMStatusCode | None:
         if not requests:
             get_logger().error("the list of clusters is empty")
             return LLMStatusCode.LLM_PARAM_INVALID
         if len(requests) > CLUSTERS_PER_CALL:
             get_logger().error("%d clusters in one call, allowed are %d", len(requests), CLUSTERS_PER_CALL)
             return LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT
+        return None
+
+    def _check_addresses(self, requests: Sequence[LinkRequest]) -> LLMStatusCode | None:
+        devices = len(self.config.devices)
         for request in requests:
             local, remote = len(request.local), len(request.remote)
             if local != devices or remote != devices:

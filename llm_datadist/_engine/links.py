@@ -578,7 +578,7 @@ class Links:
             ]
         if not found:
             return LLMStatusCode.LLM_NOT_YET_LINK
-        if as_client and found[0].addresses != tuple(map(str, request.remote)):
+        if as_client and request.remote and found[0].addresses != tuple(map(str, request.remote)):
             get_logger().error(
                 "cluster %d is linked at %s, not at %s", request.cluster_id, found[0].addresses, request.remote
             )

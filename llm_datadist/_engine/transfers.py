@@ -117,7 +117,11 @@ class Transfers:
 
     @staticmethod
     def _check_local(cache: Cache, layers: Layers) -> None:
-        select("dst_layer_range", layers.destination, layers.per_layer, cache.geometry.num_tensors)
+        n = layers.per_layer
+        destination = select("dst_layer_range", layers.destination, n, cache.geometry.num_tensors)
+        if layers.source is not None:
+            # How many it selects is known here, whether the source has them is not.
+            pair_tensors(range(layers.source.start * n, layers.source.stop * n), destination)
 
     def _pull(
         self,

@@ -138,7 +138,8 @@ static inline void dd_push(struct dd_queue *queue, char *to, const char *from, s
 
 static inline void dd_flush(struct dd_queue *queue)
 {
-    memset(queue->streams + queue->filled, 0, (2 * DD_GROUP - queue->filled) * sizeof *queue->streams);
+    for (int i = queue->filled; i < 2 * DD_GROUP; i++)
+        queue->streams[i] = (struct dd_stream){queue->streams[0].to, queue->streams[0].from, 0};
     queue->move(queue->streams, queue->streams + DD_GROUP);
     queue->move(queue->streams + DD_GROUP, queue->streams + DD_GROUP);
 }

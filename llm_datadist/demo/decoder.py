@@ -113,13 +113,14 @@ def _pull_bulk(manager: KvCacheManager) -> tuple[int, float, bool]:
     cache = manager.allocate_blocks_cache(bulk_desc())
     source = list(range(BULK_BLOCKS))
     destination = scattered(3, BULK_BLOCKS, BULK_BLOCKS)
-    for _ in range(2):  # the first pull also maps the pages
+    seconds = []
+    for _ in range(6):  # the first pull also maps the pages
         start = time.perf_counter()
         manager.pull_blocks(BULK, cache, source, destination)
-        seconds = time.perf_counter() - start
+        seconds.append(time.perf_counter() - start)
     equal = all(
         np.array_equal(view[to], bulk_words(tensor, block))
         for tensor, view in enumerate(views(cache))
         for block, to in zip(source, destination, strict=True)
     )
-    return cache.cache_desc.num_tensors * cache.cache_desc.size, seconds, equal
+    return cache.cache_desc.num_tensors * cache.cache_desc.size, min(seconds[1:]), equal

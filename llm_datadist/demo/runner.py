@@ -135,7 +135,7 @@ def _show(text: bytes, expected: alone.Answer, report: decoder.Report) -> int:
         kv, tokens = pull.answer.kv == expected.kv, pull.answer.tokens == expected.tokens
         correct = correct and kv and tokens
         print(f"  {call:<12} {_speed(what, pull.nbytes, pull.seconds)}  KV {_equal(kv)}, new tokens {_equal(tokens)}")
-    bulk = _speed("in bulk", report.bulk_nbytes, report.bulk_s)
+    bulk = _speed("best of 5", report.bulk_nbytes, report.bulk_s)
     print(f"  pull_blocks  {bulk}  bytes {_equal(report.bulk_equal)}")
     print(f"  wrote        {bytes(report.contiguous.answer.tokens)!r}\n")
     if not correct:

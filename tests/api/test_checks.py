@@ -39,9 +39,9 @@ def test_check_isinstance():
     assert u.check_isinstance("x", 1, int) == 1
     assert u.check_isinstance("x", "a", [int, str]) == "a"
     assert u.check_isinstance("x", None, int) is None
-    with pytest.raises(TypeError, match="name.*only support int"):
+    with pytest.raises(TypeError, match=r"name.*only support int"):
         u.check_isinstance("name", "1", int)
-    with pytest.raises(TypeError, match="only support int or str.*tail"):
+    with pytest.raises(TypeError, match=r"only support int or str.*tail"):
         u.check_isinstance("x", None, [int, str], extra_fmt="tail", allow_none=False)
 
 

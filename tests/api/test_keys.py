@@ -117,10 +117,12 @@ def test_repr():
     assert repr(CacheKeyByIdAndIndex(1, 2, 3)) == "CacheKeyByIdAndIndex(cluster_id=1, cache_id=2, batch_index=3)"
 
 
-@pytest.mark.parametrize("make", [lambda: CacheKey(1, 2), lambda: BlocksCacheKey(1), lambda: CacheKeyByIdAndIndex(1, 2)])
+@pytest.mark.parametrize(
+    "make", [lambda: CacheKey(1, 2), lambda: BlocksCacheKey(1), lambda: CacheKeyByIdAndIndex(1, 2)]
+)
 def test_keys_compare_by_identity(make):
     """A-18."""
     key = make()
-    assert key == key  # noqa: PLR0124
+    assert key == key
     assert key != make()
     assert len({key, make()}) == 2

@@ -103,7 +103,7 @@ def test_status():
 
 def test_handle_llm_status():
     handle_llm_status(LLMStatusCode.LLM_SUCCESS, "f", "")
-    with pytest.raises(LLMException, match="pull.*LLM_TIMEOUT.*cluster 7") as e:
+    with pytest.raises(LLMException, match=r"pull.*LLM_TIMEOUT.*cluster 7") as e:
         handle_llm_status(LLMStatusCode.LLM_TIMEOUT, "pull", "cluster 7")
     assert e.value.status_code is LLMStatusCode.LLM_TIMEOUT
 
@@ -111,7 +111,7 @@ def test_handle_llm_status():
 def test_raise_if():
     raise_if_false([1], "x")
     raise_if_true(0, "x")
-    with pytest.raises(ValueError, match="^a 1 b 2$") as e:
+    with pytest.raises(ValueError, match=r"^a 1 b 2$") as e:
         raise_if_false(0, "a {} b {b}", 1, b=2)
     assert e.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
     with pytest.raises(LLMException) as e:

@@ -104,7 +104,9 @@ def test_desc_must_fit():
             Tensor(array, desc)
 
 
-@pytest.mark.parametrize("array", [np.zeros(2, np.complex64), np.zeros(2, ">f4"), np.zeros(2, object), np.zeros(2, "M8[s]")])
+@pytest.mark.parametrize(
+    "array", [np.zeros(2, np.complex64), np.zeros(2, ">f4"), np.zeros(2, object), np.zeros(2, "M8[s]")]
+)
 def test_unsupported_dtype(array):
     """E-54."""
     with pytest.raises(RuntimeError, match="of type"):
@@ -134,7 +136,10 @@ def test_types():
 
 
 def test_str():
-    assert str(Tensor(np.array([1, 2], np.int8))) == "Tensor([1 2], tensor_desc=TensorDesc(dtype=DataType.DT_INT8, shape=[2]))"
+    assert (
+        str(Tensor(np.array([1, 2], np.int8)))
+        == "Tensor([1 2], tensor_desc=TensorDesc(dtype=DataType.DT_INT8, shape=[2]))"
+    )
 
 
 class Holder:

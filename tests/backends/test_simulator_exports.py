@@ -48,6 +48,7 @@ class Link:
         with pytest.raises(BackendError) as caught:
             self.connect(data, fds)
         assert caught.value.kind is Failure.INVALID
+        assert len(caught.value.text) < 400
         return caught.value.text
 
 
@@ -66,6 +67,13 @@ def test_good_export_connects_and_stays_the_owners(link: Link) -> None:
     ctypes.c_uint8.from_address(link.regions[0].address + 4999).value = 9
     assert ctypes.c_uint8.from_address(base + 4999).value == 9
     endpoint.close()
+
+
+def test_control_that_is_closed_already_is_a_peer_that_is_gone(link: Link) -> None:
+    link.pair.control.close()
+    with pytest.raises(BackendError) as caught:
+        link.connect(link.export.data, list(link.export.fds))
+    assert caught.value.kind is Failure.PEER_GONE
 
 
 def test_export_is_small_even_with_all_pools(make_backend: Callable[..., SimulatorBackend]) -> None:
@@ -93,9 +101,11 @@ def changed(good: dict[str, Any], path: tuple[Any, ...], value: object) -> bytes
     ("path", "value", "named"),
     [
         (("version",), 2, "version 2"),
+        (("version",), True, "version True"),
+        (("version",), "9" * 20_000, "9; this side"),
         (("directory",), 0, "directory = 0"),
         (("directory",), PAGE + 1, "directory is announced"),
-        (("board",), "4096", "board = 4096"),
+        (("board",), "4096", "board = '4096'"),
         (("board",), 1 << 60, "board ="),
         (("pools",), {}, "list of at most"),
         (("pools",), [7, 7], "pools[0] of type int"),

@@ -100,6 +100,15 @@ def test_v1_container_sees_its_group_as_the_root_of_the_mount(make_root: Make) -
     check(make_root(files), 50 * MIB, "memory.limit_in_bytes of")
 
 
+def test_group_outside_of_what_is_mounted_falls_back_to_the_mount(make_root: Make) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/elsewhere\n",
+        "proc/self/mountinfo": V1_MOUNT.format(root="/docker/123"),
+        **v1("", 500 * MIB, 450 * MIB),
+    }
+    check(make_root(files), 50 * MIB, "memory.limit_in_bytes of")
+
+
 def test_overfull_group_has_no_room(make_root: Make) -> None:
     check(make_root({"proc/self/cgroup": "0::/a\n", **v2("/a", MIB, 2 * MIB)}), -MIB, "memory.max of")
 

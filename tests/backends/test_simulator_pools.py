@@ -169,7 +169,7 @@ def test_interrupted_commit_keeps_the_books_right(make_backend: MakeBackend, mon
         patch.setattr(segments.Segment, "allocate", interrupt)
         with pytest.raises(KeyboardInterrupt):
             backend.commit(region, 0, 96 * MIB)
-    assert backed(backend) == 64 * MIB
+    assert backed(backend) == 0
     backend.commit(region, 0, 96 * MIB)
     backend.discard(region, 0, 96 * MIB)
     assert backed(backend) == 0
@@ -215,7 +215,9 @@ def test_close_is_final_and_idempotent(make_backend: MakeBackend) -> None:
 
 
 def test_never_opened_backend_closes() -> None:
-    SimulatorBackend().close()
+    backend = SimulatorBackend()
+    backend.close()
+    assert backend.descriptors() == ()
 
 
 def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,8 +257,8 @@ def test_reservation_is_halved_under_an_address_limit() -> None:
 
 
 FORKED = """
-import ctypes, os
-from llm_datadist.backend import MemoryKind
+import ctypes, os, socket
+from llm_datadist.backend import Export, MemoryKind, Pair
 from llm_datadist.backends.simulator.backend import SimulatorBackend
 
 backend = SimulatorBackend()
@@ -265,15 +267,30 @@ backend.make_windows(4096, 4096)
 region = backend.reserve(0, 1 << 21, MemoryKind.DEVICE)
 backend.commit(region, 0, 4096)
 holder = backend.hold(region)
+control, other = socket.socketpair()
+export = backend.export()
+endpoint = backend.connect(Export(export.data, tuple(map(os.dup, export.fds))), Pair(control, os.getpid(), -1), 0)
+address = endpoint.locate(0, 0, 1)
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
 child = os.fork()
 if child == 0:
     for fd in backend.descriptors():
         os.close(fd)
+    # Peers' memory is not inherited; what the child puts in its place is not the endpoint's to unmap.
+    fixed_anonymous = 0x100022
+    assert libc.mmap(ctypes.c_void_p(address), 4096, 3, fixed_anonymous, -1, 0) == address
+    endpoint.close()
+    ctypes.memset(address, 1, 4096)
     names = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3, 64) if os.path.exists(f"/proc/self/fd/{fd}")]
     del backend, holder
     os._exit(any("memfd:llm_datadist" in name for name in names))
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert ctypes.string_at(address, 4096) == bytes(4096)
 ctypes.memset(region.address, 1, 4096)
+endpoint.close()
+control.close()
+other.close()
 backend.close()
 """
 

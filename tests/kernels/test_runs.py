@@ -60,7 +60,7 @@ def test_s50_merges_neighbours_in_both_directions(
 
 
 @pytest.mark.parametrize("blocks", [100, 10**9], ids=["bitmap", "table"])
-@pytest.mark.parametrize("length", [2, 10, 17, 60, 300])
+@pytest.mark.parametrize("length", [2, 10, 17, 80])
 @given(data=st.data())
 def test_s50_of_repeated_destinations_the_last_pair_wins(blocks: int, length: int, data: st.DataObject) -> None:
     block = st.one_of(st.integers(0, 20), st.integers(0, blocks - 1))
@@ -114,7 +114,17 @@ def test_s52_refuses_unequal_lengths() -> None:
 
 @pytest.mark.parametrize(
     ("source_blocks", "destination_blocks", "block_bytes"),
-    [(2**62, 1, 2), (1, 2**62, 2), (2**32, 1, 2**31), (-1, 1, 1), (1, -1, 1), (1, 1, 0), (1, 1, -8), (2**63, 1, 1), (1, 1, 2**64)],
+    [
+        (2**62, 1, 2),
+        (1, 2**62, 2),
+        (2**32, 1, 2**31),
+        (-1, 1, 1),
+        (1, -1, 1),
+        (1, 1, 0),
+        (1, 1, -8),
+        (2**63, 1, 1),
+        (1, 1, 2**64),
+    ],
 )
 def test_refuses_sizes_out_of_range(source_blocks: int, destination_blocks: int, block_bytes: int) -> None:
     with pytest.raises(ValueError, match=r"2\*\*63 - 1"):
