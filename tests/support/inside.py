@@ -18,7 +18,16 @@ from typing import Any
 import memory
 import pairs
 
-from llm_datadist import CacheDesc, CacheKey, KvCache, KvCacheManager, LLMDataDist, LLMRole
+from llm_datadist import (
+    CacheDesc,
+    CacheKey,
+    KvCache,
+    KvCacheManager,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+)
 from llm_datadist._engine.control import Channel
 from llm_datadist._engine.wire import Frame, Kind
 from llm_datadist.backends.simulator.faults import Faults
@@ -68,6 +77,34 @@ def rebind(desc: CacheDesc, key: CacheKey) -> int | None:
     return bind(desc, [key])
 
 
+def pull_first(key: CacheKey) -> int | None:
+    """Pull into the cache that was bound first; give its word, or None when the source did not exist."""
+    return pull_layers(key, [None])
+
+
+def pull_layers(key: CacheKey, parts: Sequence[tuple[int, int] | None]) -> int | None:
+    """Pull layers, part by part; give the one word of what was pulled, or None when the source did not exist."""
+    cache = _caches[1]
+    desc = cache.cache_desc
+    words: set[int | None] = set()
+    for part in parts:
+        layers = None if part is None else range(*part)
+        try:
+            _manager().pull_cache(key, cache, 0, src_layer_range=layers, dst_layer_range=layers)
+        except LLMException as e:
+            assert e.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, e
+            return None
+        tensors = range(desc.num_tensors) if part is None else range(2 * part[0], 2 * part[1])
+        words |= {memory.word(cache.per_device_tensor_addrs[0][t], desc.size) for t in tensors}
+    assert len(words) == 1, words
+    return words.pop()
+
+
+def used() -> list[int]:
+    """Give the bytes that are in use, after a look at what peers have spent."""
+    return _instance()._engine.caches.used()  # type: ignore[union-attr]
+
+
 def drop(cache_id: int) -> None:
     """Deallocate a cache."""
     _manager().deallocate_cache(_caches.pop(cache_id))
@@ -102,8 +139,6 @@ def churn(desc: CacheDesc, first: int, rounds: int) -> None:
 
 def is_bound(key: CacheKey, desc: CacheDesc) -> bool:
     """Say whether a key is bound: then it can't be bound to another cache."""
-    from llm_datadist import LLMException, LLMStatusCode
-
     try:
         cache = _manager().allocate_cache(desc, [key])
     except LLMException as e:
@@ -302,6 +337,26 @@ def pull_kept(key: CacheKey) -> None:
 def allocate_kept(desc: CacheDesc) -> None:
     """Allocate with a manager that the parent has made."""
     _kept[-1][0].allocate_cache(desc)
+
+
+def pull_again(key: CacheKey) -> int | None:
+    """Pull by offset, which keeps the key, into the cache that was bound first; give its word."""
+    cache = _caches[1]
+    for address in cache.per_device_tensor_addrs[0]:
+        memory.fill(address, 0, cache.cache_desc.size)
+    _manager().pull_cache(key, cache, 0, dst_cache_offset=0)
+    words = {memory.word(address, cache.cache_desc.size) for address in cache.per_device_tensor_addrs[0]}
+    return words.pop() if len(words) == 1 else None
+
+
+def check_inherited(cluster_id: int) -> None:
+    """Ask for a sign of life over a link that the parent has made."""
+    _instance().check_link_status(cluster_id)
+
+
+def unlink_inherited(info: Any) -> None:
+    """Drop a link that the parent has made."""
+    _instance().unlink_clusters([info])
 
 
 def finalize_inherited() -> None:
