@@ -153,10 +153,6 @@ class Endpoint(ABC):
         """
 
     @abstractmethod
-    def populate(self, region: int, offset: int, nbytes: int) -> None:
-        """Make the first access to a range cheap. A hint: never fails for want of memory."""
-
-    @abstractmethod
     def read(self, plan: Plan, guard: Guard | None, deadline_ns: int) -> None:
         """Copy a plan from the peer; return when all bytes are in place.
 

@@ -80,9 +80,6 @@ class SimulatorEndpoint(Endpoint):
     def locate(self, region: int, offset: int, nbytes: int) -> int:
         return self._range(region, offset, nbytes).address + offset
 
-    def populate(self, region: int, offset: int, nbytes: int) -> None:
-        self._range(region, offset, nbytes).populate(offset, nbytes)
-
     def read(self, plan: Plan, guard: hostcopy.Guard | None, deadline_ns: int) -> None:
         self._copy(plan, guard, deadline_ns)
 

@@ -17,7 +17,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,6 +154,8 @@ class Links:
         self._accepting = 0
         self._one_call = threading.Lock()
         self._closing = False
+        self._handshakes: set[Channel] = set()
+        self._handshake_ended = threading.Condition(self._lock)
 
     # ------------------------------------------------------------------ looking up
 
@@ -212,12 +215,30 @@ class Links:
             get_logger().warning("refused a link: %s", e)
         else:
             try:
-                self._answer(channel)
+                with self._handshake(channel):
+                    self._answer(channel)
             except (Gone, TimedOut, Malformed, Unreadable, BackendError, Refused, OSError, ValueError) as e:
                 get_logger().warning("a link with process %d did not come about: %s", channel.pid, e)
-                channel.close()
         finally:
             self._service.call(self._served)
+
+    @contextmanager
+    def _handshake(self, channel: Channel) -> Iterator[None]:
+        """Close a channel whose handshake fails, and let `close` end the handshake, which writes to the directory."""
+        try:
+            with self._lock:
+                if self._closing:
+                    raise Gone("this engine is being finalized")
+                self._handshakes.add(channel)
+            yield
+        except BaseException:
+            # A link that was made already has the service thread close the channel, so nobody else may.
+            self._service.dispose(channel)
+            raise
+        finally:
+            with self._lock:
+                self._handshakes.discard(channel)
+                self._handshake_ended.notify_all()
 
     def _answer(self, channel: Channel) -> None:
         frame, fds = channel.receive(time.monotonic_ns() + HANDSHAKE_NS)
@@ -326,12 +347,9 @@ class Links:
         step = "connecting"
         try:
             channel = control.connect(self._namespace, request.remote[0], deadline_ns)
-            try:
-                step = "greeting"
+            step = "greeting"
+            with self._handshake(channel):
                 self._greet(channel, request, deadline_ns)
-            except BaseException:
-                channel.close()
-                raise
         except TimedOut as e:
             code, why = codes.timeout_code(self.terms.cache_manager), str(e)
         except Refused as e:
@@ -487,6 +505,8 @@ class Links:
             link.channel.send(frame, deadline_ns)
         except (Gone, TimedOut) as e:
             get_logger().warning("could not answer cluster %d: %s", link.cluster_id, e)
+            # Half a frame may have gone out, and a peer that does not read must not hold up the service thread again.
+            link.channel.hang_up()
 
     def _ask(self, link: Link, kind: Kind, deadline_ns: int) -> None:
         request = next(link.requests)
@@ -649,6 +669,9 @@ class Links:
         """Unlink everything locally and stop to listen."""
         with self._lock:
             self._closing = True
+            for channel in self._handshakes:
+                channel.hang_up()
+            self._handshake_ended.wait_for(lambda: not self._handshakes, control.remaining(deadline_ns))
             links = list(self._links.values())
         for _, sock in self._listeners:
             self._service.release(sock)
@@ -663,6 +686,8 @@ class Links:
         """Close the descriptors in a forked child, and break every link."""
         for _, sock in self._listeners:
             sock.close()
+        for channel in list(self._handshakes):
+            channel.abandon()
         for link in list(self._links.values()):
             link.state, link.reason = State.GONE, "inherited by a forked child"
             link.channel.abandon()

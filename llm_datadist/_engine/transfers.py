@@ -202,7 +202,6 @@ class Transfers:
                 for i in source:
                     region, offset = record.tensors[device * n + i]
                     source_bases.append(endpoint.locate(region, offset, record.tensor_bytes))
-                    endpoint.populate(region, offset, record.tensor_bytes)
                 destination_bases += [cache.addresses[device][i] for i in destination]
         except BackendError as e:
             raise Unreadable(f"a record of the peer's directory is wrong: {e.text}") from e

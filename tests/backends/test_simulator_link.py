@@ -37,7 +37,6 @@ def read_plan(endpoint: SimulatorEndpoint, buffer: ctypes.Array[ctypes.c_char], 
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, 1), (513, 4096), (5 * MIB - 7, 3 * MIB)])
 def test_read_brings_the_owners_bytes(endpoint: SimulatorEndpoint, offset: int, nbytes: int) -> None:
     buffer = ctypes.create_string_buffer(nbytes)
-    endpoint.populate(0, offset, nbytes)
     endpoint.read(read_plan(endpoint, buffer, offset), None, deadline_in(SECONDS))
     assert buffer.raw == pattern(offset, nbytes)
 
@@ -78,10 +77,9 @@ def test_connect_touches_no_pool_page(owner: Any, endpoint: SimulatorEndpoint) -
 def test_locate_refuses_what_is_not_in_the_region(
     endpoint: SimulatorEndpoint, region: int, offset: int, nbytes: int
 ) -> None:
-    for method in (endpoint.locate, endpoint.populate):
-        with pytest.raises(BackendError) as caught:
-            method(region, offset, nbytes)
-        assert caught.value.kind is Failure.INVALID
+    with pytest.raises(BackendError) as caught:
+        endpoint.locate(region, offset, nbytes)
+    assert caught.value.kind is Failure.INVALID
 
 
 def expect(kind: Failure, endpoint: SimulatorEndpoint, plan: Plan, guard: Guard | None, deadline_ns: int) -> None:

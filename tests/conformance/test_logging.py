@@ -117,7 +117,9 @@ def test_s202_operations_of_a_prompt(records: Records) -> None:
         number = blocks.cache_id
         del blocks
         manager.allocate_cache(DESC)
-        assert any(f"cache {number}" in text and "collected" in text for text in records.take()), "automatic deallocation"
+        assert any(f"cache {number}" in text and "collected" in text for text in records.take()), (
+            "automatic deallocation"
+        )
     finally:
         dd.finalize()
     assert records.take()
