@@ -96,7 +96,7 @@ class Transfers:
         cache = self._caches.begin(cache_id)
         try:
             here = cache.geometry
-            if batch_index > here.slots:
+            if batch_index >= here.slots:
                 raise ParamInvalid(
                     f"batch_index is {batch_index}, allowed are 0 to {here.slots - 1}, the slots of cache {cache.id}"
                 )
@@ -206,7 +206,7 @@ class Transfers:
         except BackendError as e:
             raise Unreadable(f"a record of the peer's directory is wrong: {e.text}") from e
         guard = [link.guard_word, (link.directory.record_word(entry), record.generation)]
-        if False:
+        if key.kind != CACHE:
             guard.append((link.directory.entry_word(entry), entry.generation))
         return Path(key, record, slot, Bases(source_bases, destination_bases), Guard(guard), source, spends)
 
