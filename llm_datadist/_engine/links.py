@@ -169,6 +169,7 @@ class Links:
         self._accepting = 0
         self._one_call = threading.Lock()
         self._closing = False
+        #: Those that answer clients; some may have ended.
         self._workers: set[threading.Thread] = set()
         self._handshakes: set[Channel] = set()
         self._handshake_ended = threading.Condition(self._lock)
@@ -242,7 +243,7 @@ class Links:
             for _, listener in self._listeners:
                 self._service.pause(listener)
         worker = threading.Thread(target=self._serve, args=(sock,), name="llm_datadist link", daemon=True)
-        self._workers.add(worker)
+        self._workers = {*filter(threading.Thread.is_alive, self._workers), worker}
         worker.start()
 
     def _served(self) -> None:
@@ -264,7 +265,6 @@ class Links:
             except (Gone, TimedOut, Malformed, Unreadable, BackendError, Refused, OSError, ValueError) as e:
                 get_logger().warning("a link with process %d did not come about: %s", channel.pid, e)
         finally:
-            self._workers.discard(threading.current_thread())
             self._service.call(self._served)
 
     @contextmanager

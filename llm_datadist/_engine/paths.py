@@ -189,7 +189,6 @@ def remote_bases(link: Link, record: Record, tensors: Sequence[int]) -> tuple[li
             for i in tensors:
                 region, offset = record.tensors[device * record.num_tensors + i]
                 place = link.endpoint.locate(region, offset, record.tensor_bytes)
-                link.endpoint.populate(region, offset, record.tensor_bytes)
                 bases.append(place.base)
                 routes.add(place.route)
     except BackendError as e:
@@ -239,7 +238,7 @@ class AddressTable:
         return table
 
     def locate(self, link: Link, address: int, nbytes: int) -> tuple[Found, Place, int]:
-        """Give the cache whose tensor holds a range of addresses, its place, and the bytes from it to the tensor's end."""
+        """Give the cache whose tensor holds a range, its place, and the bytes from there to the tensor's end."""
         at = bisect_right(self._starts, address) - 1
         if at >= 0:
             start, position, entry, record = self._ranges[at]

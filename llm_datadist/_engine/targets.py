@@ -51,7 +51,7 @@ class Source:
         return size if self.destination_blocks is None else (self.destination_blocks.maximum + 1) * size
 
     def runs(self, cache: Cache, at: int, room: int) -> Runs:
-        """Plan the copy into a destination that begins at byte ``at`` of its tensor and has ``room`` bytes from there."""
+        """Plan the copy into a destination that begins at byte ``at`` of its tensor and has ``room`` bytes."""
         here = cache.geometry
         if self.destination_blocks is None:
             return span_runs(self.slot * here.stride, at, here.stride)
