@@ -132,7 +132,8 @@ class Manager:
         try:
             return self._indices(blocks, name)
         except (TypeError, ValueError) as e:
-            raise refused(e)
+            refused(e)
+            raise
 
     def _check_block_lists(
         self, source_name: str, source: Sequence[int], destination_name: str, destination: Sequence[int]
@@ -286,7 +287,7 @@ class Manager:
                     )
                 )
             )
-        typed("layer_synchronizer", layer_synchronizer, LayerSynchronizer)
+        check_isinstance("layer_synchronizer", layer_synchronizer, LayerSynchronizer, allow_none=False)
         check_isinstance("transfer_configs", transfer_configs, [list, tuple], allow_none=False)
         check_inner("transfer_configs", transfer_configs, TransferWithCacheKeyConfig if by_key else TransferConfig)
         if block_bytes and destinations is None:

@@ -166,10 +166,6 @@ class Endpoint(ABC):
         """Give the address that a byte of a peer's region has in the peer's own process."""
 
     @abstractmethod
-    def populate(self, region: int, offset: int, nbytes: int) -> None:
-        """Make the first access to a range cheap. A hint: never fails for want of memory."""
-
-    @abstractmethod
     def read(self, plan: Plan, guard: Guard | None, deadline_ns: int, route: int) -> None:
         """Copy a plan from the peer; return when all bytes are in place.
 

@@ -457,7 +457,8 @@ class LLMDataDist:
         if engine.config.transfer_backend is not None:
             raise refused(
                 LLMException(
-                    f"{name} does not work with llm.TransferBackend {engine.config.transfer_backend}, use link_clusters",
+                    f"{name} does not work with llm.TransferBackend {engine.config.transfer_backend}: "
+                    "use link_clusters",
                     status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                 )
             )

@@ -159,9 +159,7 @@ class SimulatorBackend(Backend):
 def _bytes(options: Mapping[str, str], key: str, default: int, low: int) -> int:
     text = options.get(key, str(default))
     if not (text.isascii() and text.isdigit()) or len(text) > 19 or not low <= int(text) <= MAX_SEGMENT_BYTES:
-        raise BackendError(
-            Failure.INVALID, f"{key} is {text!r:.200}, allowed are {low} to {MAX_SEGMENT_BYTES} bytes"
-        )
+        raise BackendError(Failure.INVALID, f"{key} is {text!r:.200}, allowed are {low} to {MAX_SEGMENT_BYTES} bytes")
     return int(text)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -13,9 +12,8 @@ from llm_datadist._kernels.runs import Bases, Plan, span_runs
 from llm_datadist.backend import BackendError, Endpoint, Export, Failure, Pair, Place, Region, Window
 from llm_datadist.backends.simulator import exports, failures
 from llm_datadist.backends.simulator.faults import Copy
-from llm_datadist.backends.simulator.intervals import Intervals
 from llm_datadist.backends.simulator.registered import ADDRESSES, REGISTERED
-from llm_datadist.backends.simulator.segments import PAGE, Mapping, map_peer, round_up
+from llm_datadist.backends.simulator.segments import Mapping, map_peer
 
 if TYPE_CHECKING:
     from llm_datadist.backends.simulator.backend import SimulatorBackend
@@ -101,11 +99,6 @@ class SimulatorEndpoint(Endpoint):
         pool = self._range(region, offset, 0)
         return offset if pool is None else pool.region.address + offset
 
-    def populate(self, region: int, offset: int, nbytes: int) -> None:
-        pool = self._range(region, offset, nbytes)
-        if pool is not None:
-            pool.populate(offset, nbytes)
-
     def read(self, plan: Plan, guard: hostcopy.Guard | None, deadline_ns: int, route: int) -> None:
         self._transfer(plan, guard, deadline_ns, route, write=False)
 
@@ -148,17 +141,6 @@ class PeerPool:
     def __init__(self, region: Region, mapping: Mapping) -> None:
         self.region = region
         self.mapping = mapping
-        #: Pages that were populated. The kernel walks over populated pages too, and transfers must not pay for that.
-        self._populated = Intervals()
-        self._lock = threading.Lock()
-
-    def populate(self, offset: int, nbytes: int) -> None:
-        """Populate what was not populated before."""
-        begin, end = offset // PAGE * PAGE, round_up(offset + nbytes)
-        with self._lock:
-            for gap_begin, gap_end in self._populated.gaps(begin, end):
-                self.mapping.populate(gap_begin, gap_end - gap_begin)
-            self._populated.add(begin, end)
 
 
 def _by_process(pid: int, write: bool) -> Copy:

@@ -99,14 +99,10 @@ class Engine:
         if self.config.cache_manager:
             return self._reserve_paged_pools()
         pools = []
-        limit = self.config.memory_limit
-        # A share of 0 is allowed, a region without a byte is not.
-        wanted = None if limit is None else max(limit, 1)
         for device in self.config.devices:
-            region = self.backend.reserve(device, wanted, MemoryKind.DEVICE)
-            pools.append(
-                Pool(region, Space(region.nbytes, TENSOR_ALIGNMENT), region.nbytes if limit is None else limit)
-            )
+            region = self.backend.reserve(device, None, MemoryKind.DEVICE)
+            limit = region.nbytes if self.config.memory_limit is None else self.config.memory_limit
+            pools.append(Pool(region, Space(region.nbytes, TENSOR_ALIGNMENT), limit))
         return pools
 
     def _reserve_paged_pools(self) -> list[Pool]:

@@ -164,7 +164,7 @@ class Transfers:
     def _keep(link: Link, token: object, path: Path) -> None:
         if len(link.kept) >= KEPT:
             link.kept.clear()
-        link.kept[token] = path  # type: ignore[index]
+        link.kept[token] = path
 
     # ------------------------------------------------------------------ pushes
 

@@ -37,7 +37,6 @@ def read_plan(endpoint: SimulatorEndpoint, buffer: ctypes.Array[ctypes.c_char], 
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, 1), (513, 4096), (5 * MIB - 7, 3 * MIB)])
 def test_read_brings_the_owners_bytes(endpoint: SimulatorEndpoint, offset: int, nbytes: int) -> None:
     buffer = ctypes.create_string_buffer(nbytes)
-    endpoint.populate(0, offset, nbytes)
     endpoint.read(read_plan(endpoint, buffer, offset), None, deadline_in(SECONDS), MAPPED)
     assert buffer.raw == pattern(offset, nbytes)
 

@@ -19,7 +19,7 @@ from llm_datadist._kernels import process
 from llm_datadist._kernels.hostcopy import Guard
 from llm_datadist._kernels.runs import Bases, Plan, block_runs, indices, span_runs
 from llm_datadist.backend import BackendError, Failure, MemoryKind, Region
-from llm_datadist.backends.simulator import registered, segments
+from llm_datadist.backends.simulator import registered
 from llm_datadist.backends.simulator.backend import SimulatorBackend
 from llm_datadist.backends.simulator.endpoint import BY_PROCESS, MAPPED, SimulatorEndpoint
 from llm_datadist.backends.simulator.faults import Faults
@@ -71,7 +71,6 @@ def test_s110_registered_after_the_link(endpoint: SimulatorEndpoint, owner: Any,
     address = owner.ask(f"register {nbytes}")
     place = endpoint.locate(REGISTERED, address, nbytes)
     assert (place.base, place.route) == (address, BY_PROCESS)
-    endpoint.populate(REGISTERED, address, nbytes)
     here = np.zeros(nbytes, np.uint8)
     endpoint.read(one(place.base, here.ctypes.data, nbytes), None, in_ns(SECONDS), place.route)
     assert np.array_equal(here, PATTERN[:nbytes])
@@ -88,7 +87,7 @@ def test_addresses_are_the_owners(endpoint: SimulatorEndpoint, owner: Any) -> No
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(-1, 1), (0, -1), (1 << 48, 1), (0, (1 << 48) + 1), (1 << 70, 0)])
 def test_locate_is_bounded(endpoint: SimulatorEndpoint, offset: int, nbytes: int) -> None:
-    for method in (endpoint.locate, endpoint.populate):
+    for method in (endpoint.locate,):
         raises(Failure.INVALID, "not inside region", method, REGISTERED, offset, nbytes)
 
 
@@ -359,18 +358,3 @@ def test_a_copy_of_nothing_looks_at_no_address(pool: tuple[SimulatorBackend, Reg
     backend, _ = pool
     backend.copy(Plan(Bases([], []), span_runs(0, 0, 10)), ordered=True)
     backend.copy(one(1, 1, 0), ordered=False)
-
-
-# ---- populate
-
-
-def test_only_new_gaps_are_populated(endpoint: SimulatorEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr(
-        segments.Mapping, "populate", lambda mapping, offset, nbytes: calls.append((offset // PAGE, nbytes // PAGE))
-    )
-    endpoint.populate(0, PAGE + 1, PAGE)
-    endpoint.populate(0, PAGE, 2 * PAGE)
-    endpoint.populate(0, 5, 5 * PAGE - 5)
-    endpoint.populate(0, 0, 5 * PAGE)
-    assert calls == [(1, 2), (0, 1), (3, 2)]
