@@ -29,16 +29,23 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = 120
 
 def refused(exception: E) -> E:
     """Log why an argument is refused, and give the exception back to be raised."""
-    error("%s", exception)
+    # The text alone: a record that a handler keeps would keep the exception's frames, and the caches in them.
+    error("%s", str(exception))
     return exception
 
 
+def _shown(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > 128:  # Python may refuse to print it
+        return f"an integer of {value.bit_length()} bits"
+    return _repr.repr(value)
+
+
 def _wrong_type(name: str, value: object, allowed: str) -> TypeError:
-    return refused(TypeError(f"{name} only support {allowed}, got {_repr.repr(value)} of type {type(value).__name__}"))
+    return refused(TypeError(f"{name} only support {allowed}, got {_shown(value)} of type {type(value).__name__}"))
 
 
 def _out_of_range(name: str, value: int, low: int, high: int) -> ValueError:
-    return refused(ValueError(f"{name} is out of range: {_repr.repr(value)}, allowed are {low} to {high}"))
+    return refused(ValueError(f"{name} is out of range: {_shown(value)}, allowed are {low} to {high}"))
 
 
 # --- public helpers ---------------------------------------------------------------------------------------------
@@ -238,7 +245,7 @@ def integer_within(name: str, value: object, low: int, high: int) -> int:
     """Like `integer`, for limits that are not those of a machine word: outside them it raises PARAM_INVALID."""
     number = any_integer(name, value)
     if not low <= number <= high:
-        raise refused(ParamInvalid(f"{name} is {_repr.repr(number)}, allowed are {low} to {high}"))
+        raise refused(ParamInvalid(f"{name} is {_shown(number)}, allowed are {low} to {high}"))
     return number
 
 

@@ -153,10 +153,6 @@ class Endpoint(ABC):
         """
 
     @abstractmethod
-    def populate(self, region: int, offset: int, nbytes: int) -> None:
-        """Make the first access to a range cheap. A hint: never fails for want of memory."""
-
-    @abstractmethod
     def read(self, plan: Plan, guard: Guard | None, deadline_ns: int) -> None:
         """Copy a plan from the peer; return when all bytes are in place.
 
@@ -268,9 +264,7 @@ def make_backend(name: str) -> Backend:
         name = "simulator"
     known = {**{point.name: point.value for point in entry_points(group=ENTRY_POINTS)}, **BUILT_IN}
     if name not in known:
-        raise BackendError(
-            Failure.INVALID, f"llm.Backend is {name!r}, allowed are auto, {', '.join(sorted(known))}"
-        )
+        raise BackendError(Failure.INVALID, f"llm.Backend is {name!r}, allowed are auto, {', '.join(sorted(known))}")
     module, _, attribute = known[name].partition(":")
     try:
         made: Backend = getattr(importlib.import_module(module), attribute)()

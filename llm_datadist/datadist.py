@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
@@ -85,6 +86,7 @@ class LLMDataDist:
             When a port is not a number.
         LLMException
             LLM_FAILED when another instance of this process is initialised or an address can't be listened at;
+            LLM_FEATURE_NOT_ENABLED on another system than Linux;
             LLM_PARAM_INVALID for a wrong option (also a ValueError); LLM_DEVICE_OUT_OF_MEMORY or
             LLM_OUT_OF_MEMORY when memory is short. Nothing is left behind then, and `init` can be called again.
 
@@ -95,7 +97,8 @@ class LLMDataDist:
         with _init_lock:
             if self._is_initialized:
                 return
-            if LLMDataDist.llm_engine_instance is not None:
+            other = LLMDataDist.llm_engine_instance
+            if other is not None and not other._inherited():
                 raise refused(
                     LLMException(
                         "another LLMDataDist is initialised in this process, and there can be one: finalize it first",
@@ -110,6 +113,13 @@ class LLMDataDist:
         info("initialised cluster %d as %s", self._cluster_id, self._role)
 
     def _start(self, config: EngineConfig) -> None:
+        if sys.platform != "linux":
+            raise refused(
+                LLMException(
+                    f"init runs on Linux only, this system is {sys.platform}; the types can be used anywhere",
+                    status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                )
+            )
         require_built()
         from llm_datadist._engine import codes
         from llm_datadist._engine.engine import Engine
@@ -143,6 +153,10 @@ class LLMDataDist:
             if engine is not None:
                 engine.close()
         info("finalized cluster %d", self._cluster_id)
+
+    def _inherited(self) -> bool:
+        """Say whether this object came into a child process by fork, where its engine does not run."""
+        return self._engine is not None and self._engine.closed is not None
 
     def _running(self) -> Engine:
         if not self._is_initialized or self._engine is None:
@@ -306,8 +320,8 @@ class LLMDataDist:
         TypeError, ValueError
             For an id of another type or width.
         LLMException
-            LLM_PARAM_INVALID for another role than DECODER or in CacheManager mode; LLM_NOT_YET_LINK when not linked or the
-            link broke; LLM_LINK_BUSY during another operation on the link; LLM_WAIT_PROCESS_TIMEOUT when no answer
+            LLM_PARAM_INVALID for another role than DECODER or in CacheManager mode; LLM_NOT_YET_LINK when not linked or
+            the link broke; LLM_LINK_BUSY during another operation on the link; LLM_WAIT_PROCESS_TIMEOUT when no answer
             came within ``sync_kv_timeout``: the peer may be busy or stopped, so ask again.
         RuntimeError
             When not initialised.
@@ -333,7 +347,7 @@ class LLMDataDist:
         raise self._not_in_this_version("unlink")
 
     def query_register_mem_status(self, comm_id: int) -> object:
-        """Ask how `link` goes: CacheManager mode, not in this version (LLM_PARAM_INVALID or LLM_FEATURE_NOT_ENABLED)."""
+        """Ask how `link` goes: CacheManager mode, not in this version (LLM_PARAM_INVALID, LLM_FEATURE_NOT_ENABLED)."""
         self._require_cache_manager_mode("query_register_mem_status")
         raise self._not_in_this_version("query_register_mem_status")
 

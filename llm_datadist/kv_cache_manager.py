@@ -82,8 +82,8 @@ class KvCacheManager:
         cache_desc : CacheDesc
             With at least one tensor, 1 to 31 dimensions above 0, and placement DEVICE. Dimension 0 counts batch slots.
         cache_keys : list or tuple of CacheKey, default ()
-            ``cache_keys[i]`` binds batch slot i, so that decoders can pull it by this key. A key without request and prefix
-            (``req_id`` 2**64-1) leaves its slot unbound; of equal keys the last counts. Role PROMPT only.
+            ``cache_keys[i]`` binds batch slot i, so that decoders can pull it by this key. A key without request and
+            prefix (``req_id`` 2**64-1) leaves its slot unbound; of equal keys the last counts. Role PROMPT only.
 
         Returns
         -------
@@ -95,9 +95,9 @@ class KvCacheManager:
         TypeError
             For arguments of another type.
         LLMException
-            LLM_PARAM_INVALID (also a ValueError) for a description or keys outside what is said above, or a key with request
-            and prefix; LLM_FAILED when a key is bound to a live cache; LLM_DEVICE_OUT_OF_MEMORY; LLM_ENGINE_FINALIZED.
-            Nothing is allocated or bound then.
+            LLM_PARAM_INVALID (also a ValueError) for a description or keys outside what is said above, or a key with
+            request and prefix; LLM_FAILED when a key is bound to a live cache; LLM_DEVICE_OUT_OF_MEMORY;
+            LLM_ENGINE_FINALIZED. Nothing is allocated or bound then.
         """
         self._engine.require_open()
         self._check_desc(cache_desc)
@@ -211,8 +211,8 @@ class KvCacheManager:
         TypeError, ValueError
             For arguments of another type or width.
         LLMException
-            LLM_PARAM_INVALID for an index out of range; LLM_KV_CACHE_NOT_EXIST for a cache that was deallocated, or was made by
-            `KvCache.create_cpu_cache`; LLM_ENGINE_FINALIZED.
+            LLM_PARAM_INVALID for an index out of range; LLM_KV_CACHE_NOT_EXIST for a cache that was deallocated, or was
+            made by `KvCache.create_cpu_cache`; LLM_ENGINE_FINALIZED.
         """
         self._engine.require_open()
         typed("cache", cache, KvCache)
@@ -265,10 +265,11 @@ class KvCacheManager:
             For arguments of another type or width.
         LLMException
             LLM_PARAM_INVALID (also a ValueError) for values outside what is said above or that do not fit the caches;
-            LLM_KV_CACHE_NOT_EXIST when source or destination does not exist (any more); LLM_NOT_YET_LINK; LLM_LINK_BUSY;
-            LLM_WAIT_PROCESS_TIMEOUT after ``sync_kv_timeout``: the destination may then be partly written, and the cluster must
-            be linked again; LLM_ENGINE_FINALIZED. After any other error nothing is written, except that a source that is
-            released during the pull leaves the destination undefined, which the text says.
+            LLM_KV_CACHE_NOT_EXIST when source or destination does not exist (any more); LLM_NOT_YET_LINK;
+            LLM_LINK_BUSY; LLM_WAIT_PROCESS_TIMEOUT after ``sync_kv_timeout``: the destination may then be partly
+            written, and the cluster must be linked again; LLM_ENGINE_FINALIZED. After any other error nothing is
+            written, except that a source that is released during the pull leaves the destination undefined, which the
+            text says.
 
         Notes
         -----
@@ -276,8 +277,7 @@ class KvCacheManager:
         """
         self._engine.require_open()
         self._require_role("pull_cache", LLMRole.DECODER)
-        if not isinstance(cache_key, (CacheKey, CacheKeyByIdAndIndex)):
-            check_isinstance("cache_key", cache_key, [CacheKey, CacheKeyByIdAndIndex], allow_none=False)
+        check_isinstance("cache_key", cache_key, [CacheKey, CacheKeyByIdAndIndex], allow_none=False)
         self._device_cache("kv_cache", kv_cache)
         int64("size", size)
         batch_index = uint32("batch_index", batch_index)
@@ -337,8 +337,8 @@ class KvCacheManager:
         TypeError, ValueError
             For arguments of another type or width, bool and float among the indices, or a negative index.
         LLMException
-            As for `pull_cache`; LLM_PARAM_INVALID also for empty or unequal lists, an index at or above the number of blocks,
-            or blocks of unequal size.
+            As for `pull_cache`; LLM_PARAM_INVALID also for empty or unequal lists, an index at or above the number of
+            blocks, or blocks of unequal size.
 
         Notes
         -----

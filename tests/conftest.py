@@ -23,10 +23,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True)
-def surroundings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def surroundings(request: pytest.FixtureRequest) -> Iterator[None]:
     """Let no two tests meet, and name the backend so that nobody is told of the choice."""
-    monkeypatch.setenv("LLM_DATADIST_NAMESPACE", f"test-{os.getpid()}-{next(_tests)}")
-    monkeypatch.setenv("LLM_DATADIST_BACKEND", request.config.getoption("--backend"))
+    # Not the fixture: what a test patches must be undone before the other fixtures end, and this one ends last.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLM_DATADIST_NAMESPACE", f"test-{os.getpid()}-{next(_tests)}")
+        patch.setenv("LLM_DATADIST_BACKEND", request.config.getoption("--backend"))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -41,9 +41,7 @@ class SimulatorBackend(Backend):
         Says how much memory may still be taken; by default what the kernel tells.
     """
 
-    capabilities = Capabilities(
-        same_host=True, mapped_words=True, late_regions=False, alignment=512, sparse_pools=True
-    )
+    capabilities = Capabilities(same_host=True, mapped_words=True, late_regions=False, alignment=512, sparse_pools=True)
 
     def __init__(self, room: Callable[[], limits.Room] = limits.room) -> None:
         #: Faults for tests; nothing is looked at or counted while it is None.
@@ -111,10 +109,16 @@ class SimulatorBackend(Backend):
         return SimulatorEndpoint(self, peer, pair, self._threads)
 
     def abandon(self) -> None:
-        with self._lock:
-            self._open = False
-            for fd in (*(window.fd for window in self._windows), *(fd for _, fd in self._pools.regions())):
-                os.close(fd)
+        # Takes no lock: in a forked child another thread may have held it for ever.
+        fds, self._open = self.descriptors(), False
+        for fd in fds:
+            os.close(fd)
+
+    def descriptors(self) -> tuple[int, ...]:
+        """List the descriptors that a forked child must close. Endpoints have none."""
+        if not self._open:
+            return ()
+        return (*(window.fd for window in self._windows), *(fd for _, fd in self._pools.regions()))
 
     def _check_open(self) -> None:
         if not self._open:

@@ -34,10 +34,13 @@ class SimulatorEndpoint(Endpoint):
         self._backend = backend
         self._threads = threads
         self._closed = False
+        self._liveness = hostcopy.Liveness(pair.control.fileno(), pair.pidfd)
         #: Region id to (where it is mapped here, bytes).
         self._pools: dict[int, tuple[Mapping, int]] = {}
         self._mappings: list[Mapping] = []
         try:
+            if pair.control.fileno() < 0:
+                raise BackendError(*_FAILURES[hostcopy.PEER_GONE])
             self._map(exports.decode(peer.data, len(peer.fds)), peer.fds)
         except BaseException:
             self.close()
@@ -45,7 +48,6 @@ class SimulatorEndpoint(Endpoint):
         finally:
             for fd in peer.fds:
                 os.close(fd)
-        self._liveness = hostcopy.Liveness(pair.control.fileno(), pair.pidfd)
 
     def _map(self, peer: exports.Description, fds: Sequence[int]) -> None:
         directory = self._add(fds[0], peer.directory, "directory", writable=False)
@@ -77,9 +79,6 @@ class SimulatorEndpoint(Endpoint):
 
     def locate(self, region: int, offset: int, nbytes: int) -> int:
         return self._range(region, offset, nbytes).address + offset
-
-    def populate(self, region: int, offset: int, nbytes: int) -> None:
-        self._range(region, offset, nbytes).populate(offset, nbytes)
 
     def read(self, plan: Plan, guard: hostcopy.Guard | None, deadline_ns: int) -> None:
         self._copy(plan, guard, deadline_ns)

@@ -57,8 +57,8 @@ def decode(data: bytes, descriptors: int) -> Description:
     except (ValueError, RecursionError) as error:
         raise _invalid(f"is not JSON: {error}") from error
     version = raw.get("version") if isinstance(raw, dict) else None
-    if version != VERSION:
-        raise _invalid(f"has version {version!r}; this side knows version {VERSION}")
+    if type(version) is not int or version != VERSION:
+        raise _invalid(f"has version {_short(version)}; this side knows version {VERSION}")
     _check_keys("description", raw, _KEYS)
     if not isinstance(raw["pools"], list) or len(raw["pools"]) > MAX_POOLS:
         raise _invalid(f"must have a list of at most {MAX_POOLS} pools")
@@ -77,20 +77,22 @@ def _pool(position: int, fields: object) -> Region:
         raise _invalid(f"has {where} of type {type(fields).__name__}; an object is expected")
     _check_keys(where, fields, set(_POOL_RANGES))
     checked = {key: _integer(f"{where}.{key}", fields[key], *span) for key, span in _POOL_RANGES.items()}
-    return Region(
-        checked["id"], checked["device"], MemoryKind(checked["kind"]), checked["address"], checked["nbytes"]
-    )
+    return Region(checked["id"], checked["device"], MemoryKind(checked["kind"]), checked["address"], checked["nbytes"])
 
 
 def _check_keys(where: str, fields: dict[str, object], expected: set[str]) -> None:
     if fields.keys() != expected:
-        raise _invalid(f"has {where} with keys {sorted(fields)[:8]}; expected: {sorted(expected)}")
+        raise _invalid(f"has {where} with keys {_short(sorted(fields))}; expected: {sorted(expected)}")
 
 
 def _integer(where: str, value: object, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
-        raise _invalid(f"has {where} = {str(value)[:40]}; an integer from {low} to {high} is expected")
+        raise _invalid(f"has {where} = {_short(value)}; an integer from {low} to {high} is expected")
     return value
+
+
+def _short(value: object) -> str:
+    return repr(value)[:80]
 
 
 def _invalid(what: str) -> BackendError:

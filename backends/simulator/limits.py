@@ -87,6 +87,6 @@ def _ancestors(root: Path, version: str, mount_point: str, path: PurePosixPath) 
                 for line in (folder / "memory.stat").read_text().splitlines()
                 if line.split()[0] == cache_line
             )
-        except (FileNotFoundError, PermissionError):
-            continue  # the root cgroup has no limit, and a container may not show the files of its ancestors
+        except OSError:
+            continue  # the root cgroup has no limit, and what a container does not show is not ours to know
         yield Room(int(limit) - usage + cache - MARGIN, f"{limit_file} of {folder}")

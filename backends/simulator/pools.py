@@ -34,16 +34,15 @@ class Pool:
         self.segment = segment
         #: Bytes in use. Neighbours need not end on a page, so one page can serve two of them.
         self.live = Intervals()
-        #: Pages that are backed with memory: those that `live` touches, and `kept`.
+        #: Pages that are backed with memory: `kept`, and those that `live` touches (or soon, within a commit).
         self.backed = Intervals()
         #: Pages that are backed though nothing is live in them.
         self.kept = Intervals()
 
     def allocate(self, begin: int, end: int) -> None:
-        """Back pages. They count as kept until a live range claims them."""
+        """Back pages, all or (raising OSError) none."""
         self.segment.allocate(begin * PAGE, (end - begin) * PAGE)
         self.backed.add(begin, end)
-        self.kept.add(begin, end)
 
     def punch(self, begin: int, end: int) -> None:
         """Give kept pages back."""
@@ -122,6 +121,7 @@ class Pools:
                 if nbytes == self._address_space:
                     return segment
                 # What just fits would leave nothing to the rest of the process, nor to the pools of peers.
+                segment.let_go()
                 segment.close()
                 return _segment(name, max(nbytes // 2, HUGE_PAGE))
             nbytes //= 2
@@ -139,9 +139,8 @@ class Pools:
                 self._back(pool, first, last)
             except BaseException:
                 for part in fresh:
-                    pool.free(*part)
+                    self._free(pool, *part)
                 raise
-            pool.kept.remove(first, last)
 
     def _back(self, pool: Pool, first: int, last: int) -> None:
         gaps = pool.backed.gaps(first, last)
@@ -151,8 +150,6 @@ class Pools:
                 end = min(begin + PIECE_PAGES, gap_end)
                 self._make_room(missing * PAGE)
                 self._allocate(pool, begin, end)
-                # The piece belongs to this commit: nothing may punch it to make room for the next one.
-                pool.kept.remove(begin, end)
                 missing -= end - begin
 
     def _make_room(self, wanted: int) -> None:
@@ -187,11 +184,17 @@ class Pools:
         """Mark a range free, and give back what is more than may be kept."""
         with self._lock:
             pool = self._pool(region)
-            first, last = pool.free(offset, offset + nbytes)
-            excess = sum(each.kept.total for each in self._pools.values()) - self._keep_free_pages
-            # Allocators hand out low addresses first, so the end is what is missed last.
-            for begin, end in pool.kept.overlaps(max(first, last - excess), last) if excess > 0 else ():
-                pool.punch(begin, end)
+            self._free(pool, offset, offset + nbytes)
+
+    def _free(self, pool: Pool, begin: int, end: int) -> None:
+        first, last = pool.free(begin, end)
+        excess = sum(each.kept.total for each in self._pools.values()) - self._keep_free_pages
+        # Allocators hand out low addresses first, so the end is what is missed last.
+        for kept_begin, kept_end in reversed(pool.kept.overlaps(first, last)):
+            if excess > 0:
+                cut = max(kept_begin, kept_end - excess)
+                pool.punch(cut, kept_end)
+                excess -= kept_end - cut
 
     def hold(self, region: int) -> Mapping:
         """Give the mapping, which stays as long as someone refers to it."""
@@ -205,8 +208,8 @@ class Pools:
 
     def regions(self) -> list[tuple[Region, int]]:
         """List regions with the descriptors of their segments."""
-        with self._lock:
-            return [(pool.region, pool.segment.fd) for pool in self._pools.values()]
+        # Without the lock: a forked child asks too, and there a lock may be held for ever.
+        return [(pool.region, pool.segment.fd) for pool in list(self._pools.values())]
 
     def close(self) -> None:
         """Give all back but the mappings that someone holds. Idempotent."""

@@ -44,7 +44,6 @@ F_SEAL_FUTURE_WRITE: Final = 0x10
 MAP_FIXED: Final = 0x10
 MAP_NORESERVE: Final = 0x4000
 MADV_DONTFORK: Final = 10
-MADV_POPULATE_READ: Final = 22
 FALLOC_FL_KEEP_SIZE: Final = 0x1
 FALLOC_FL_PUNCH_HOLE: Final = 0x2
 MAP_FAILED: Final = ctypes.c_void_p(-1).value
@@ -105,11 +104,6 @@ class Mapping:
                 _libc.munmap(address, excess)
         self.unmap = weakref.finalize(self, _unmap, self.address, nbytes, os.getpid())
         self.unmap.atexit = False
-
-    def populate(self, offset: int, nbytes: int) -> None:
-        """Enter the pages of a range into the page table, as far as the kernel can and will."""
-        begin = offset // PAGE * PAGE
-        _libc.madvise(self.address + begin, round_up(offset + nbytes) - begin, MADV_POPULATE_READ)
 
 
 class Segment:

@@ -12,10 +12,11 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from llm_datadist._engine import codes
 from llm_datadist._engine.board import Board
 from llm_datadist._engine.directory import (
     BLOCKS,
@@ -162,14 +163,15 @@ class Caches:
                 if key in self._keys:
                     self._refuse_bound(key)
             pools = [p for p in self._pools if p.region.kind is geometry.kind]
-            with self._undo() as undo:
+            with ExitStack() as undo:
                 places = [place for pool in pools for place in self._take(pool, geometry, undo)]
                 try:
                     numbers = self._directory.take_entries(1 + len(slot_of))
-                    undo.append(lambda: self._directory.return_entries(numbers))
+                    undo.callback(self._directory.return_entries, numbers)
                     cache = self._publish(geometry, places, slot_of, numbers, undo)
                 except MemoryError as e:
                     raise LLMException(str(e), status_code=self._out_of_memory()) from e
+                undo.pop_all()
             self._caches[cache.id] = cache
             return cache
 
@@ -181,20 +183,9 @@ class Caches:
         raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED)
 
     def _out_of_memory(self) -> LLMStatusCode:
-        return LLMStatusCode.LLM_OUT_OF_MEMORY if self._cache_manager else LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY
+        return codes.out_of_memory_code(self._cache_manager)
 
-    @contextmanager
-    def _undo(self) -> Iterator[list[object]]:
-        """Collect steps that take back what was done, should the rest fail."""
-        undo: list[object] = []
-        try:
-            yield undo
-        except BaseException:
-            for step in reversed(undo):
-                step()  # type: ignore[operator]
-            raise
-
-    def _take(self, pool: Pool, geometry: Geometry, undo: list[object]) -> list[tuple[Pool, int]]:
+    def _take(self, pool: Pool, geometry: Geometry, undo: ExitStack) -> list[tuple[Pool, int]]:
         each = pool.space.round(geometry.tensor_bytes)
         total = each * geometry.num_tensors
         if pool.space.used + total > pool.limit:
@@ -202,7 +193,7 @@ class Caches:
         # One range for all tensors is found fastest and merges best; in a crowded pool one by one may still fit.
         start = pool.space.take(total)
         if start is not None:
-            undo.append(lambda: pool.space.give(start, total))
+            undo.callback(pool.space.give, start, total)
             offsets = [start + i * each for i in range(geometry.num_tensors)]
             ranges = [(start, total)]
         else:
@@ -211,7 +202,7 @@ class Caches:
                 at = pool.space.take(each)
                 if at is None:
                     raise self._no_room(pool, total, f"{pool.space.nbytes} bytes are in fragments")
-                undo.append(lambda at=at: pool.space.give(at, each))  # type: ignore[misc]
+                undo.callback(pool.space.give, at, each)
                 offsets.append(at)
             ranges = [(at, each) for at in offsets]
         for at, nbytes in ranges:
@@ -219,7 +210,7 @@ class Caches:
                 self._backend.commit(pool.region, at, nbytes)
             except BackendError as e:
                 raise LLMException(f"{e.text}; {self._usage()}", status_code=self._out_of_memory()) from e
-            undo.append(lambda at=at, nbytes=nbytes: self._backend.discard(pool.region, at, nbytes))  # type: ignore[misc]
+            undo.callback(self._backend.discard, pool.region, at, nbytes)
         return [(pool, at) for at in offsets]
 
     def _no_room(self, pool: Pool, wanted: int, why: str) -> LLMException:
@@ -235,7 +226,7 @@ class Caches:
         places: list[tuple[Pool, int]],
         slot_of: dict[Key, int],
         numbers: list[int],
-        undo: list[object],
+        undo: ExitStack,
     ) -> Cache:
         devices = len(places) // geometry.num_tensors
         bindings: dict[int, tuple[Key, int, int, int]] = {}
@@ -243,7 +234,7 @@ class Caches:
             tags = 0
             if key.kind == REQUEST:
                 tags = self._board.take_tags(geometry.num_tensors)
-                undo.append(lambda tags=tags: self._board.give_tags(tags, geometry.num_tensors))  # type: ignore[misc]
+                undo.callback(self._board.give_tags, tags, geometry.num_tensors)
             bindings[slot] = (key, number, next(self._generations), tags)
         table = [(0, 0)] * (max(bindings) + 1 if bindings else 0)
         for slot, (_, number, generation, _) in bindings.items():
@@ -372,24 +363,19 @@ class Caches:
 
     # ------------------------------------------------------------------ use
 
-    @contextmanager
-    def use(self, cache_id: int) -> Iterator[Cache]:
-        """Give a cache whose memory stays put during the block."""
-        cache = self.begin(cache_id)
-        try:
-            yield cache
-        finally:
-            self.end(cache)
+    def _held(self, cache_id: int) -> Cache:
+        cache = self._caches.get(cache_id)
+        if cache is None or not cache.held:
+            raise LLMException(
+                f"cache {cache_id} does not exist in this engine, or was deallocated",
+                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+            )
+        return cache
 
     def begin(self, cache_id: int) -> Cache:
         """Start to use a cache's memory; `end` must follow."""
         with self._lock:
-            cache = self._caches.get(cache_id)
-            if cache is None or not cache.held:
-                raise LLMException(
-                    f"cache {cache_id} does not exist in this engine, or was deallocated",
-                    status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-                )
+            cache = self._held(cache_id)
             cache.users += 1
             return cache
 
@@ -404,12 +390,7 @@ class Caches:
         """Give a cache, and an object that keeps its memory while it lives."""
         with self._lock:
             self._collect()
-            cache = self._caches.get(cache_id)
-            if cache is None or not cache.held:
-                raise LLMException(
-                    f"cache {cache_id} does not exist in this engine, or was deallocated",
-                    status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-                )
+            cache = self._held(cache_id)
             regions = {id(pool): pool.region for pool, _ in cache.places}
             view = View(cache, [self._backend.hold(r) for r in regions.values()], self._ended_views)
             cache.views += 1

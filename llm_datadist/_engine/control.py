@@ -23,11 +23,14 @@ from collections.abc import Callable, Sequence
 from llm_datadist._addresses import Address
 from llm_datadist._engine import wire
 from llm_datadist._engine.wire import Frame, Malformed
+from llm_datadist._log import get_logger
 
 __all__ = ["Channel", "Gone", "NotThere", "Service", "TimedOut", "connect", "listen"]
 
 MAX_NAME = 107
 MAX_FDS = 64
+#: How soon to try again when the process had no descriptor left for a new connection.
+RETRY_S = 1.0
 SO_PEERPIDFD = 77  # Linux 6.5; not yet in the socket module
 PEER_CREDENTIALS = struct.Struct("3i")
 
@@ -235,6 +238,8 @@ class Service:
         self._wake_out.setblocking(False)
         self._selector.register(self._wake_out, selectors.EVENT_READ, self._woken)
         self._jobs: deque[Callable[[], None]] = deque()
+        #: Listeners that wait until a descriptor is free.
+        self._starved: list[Callable[[], None]] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -318,9 +323,11 @@ class Service:
 
     def _run(self) -> None:
         while not self._stopping:
-            for key, _ in self._selector.select():
+            starved, self._starved = self._starved, []
+            for key, _ in self._selector.select(RETRY_S if starved else None):
                 if key.fd in self._selector.get_map():
                     key.data()
+            self._jobs.extend(starved)
             self._run_jobs()
 
     def _run_jobs(self) -> None:
@@ -340,8 +347,12 @@ class Service:
     def _accept(self, listener: socket.socket, accepted: Callable[[socket.socket], None]) -> None:
         try:
             sock, _ = listener.accept()
-        except OSError:
-            # Taken back by the client, or no descriptor is free: the client sees its own time limit.
+        except OSError as e:
+            # Else the client has taken it back.
+            if e.errno in (errno.EMFILE, errno.ENFILE):
+                get_logger().error("cannot accept a link: %s", e.strerror)
+                self._forget(listener)
+                self._starved.append(lambda: self._register(listener, lambda: self._accept(listener, accepted)))
             return
         accepted(sock)
 

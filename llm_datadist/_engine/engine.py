@@ -19,8 +19,8 @@ from llm_datadist._engine.links import LinkRequest, Links, Terms
 from llm_datadist._engine.space import Space
 from llm_datadist._engine.transfers import Transfers
 from llm_datadist._log import get_logger
-from llm_datadist.backend import BackendError, MemoryKind
 from llm_datadist.backend import Backend as _Backend
+from llm_datadist.backend import BackendError, MemoryKind
 from llm_datadist.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
@@ -83,10 +83,14 @@ class Engine:
 
     def _reserve_pools(self) -> list[Pool]:
         pools = []
+        limit = self.config.memory_limit
+        # A share of 0 is allowed, a region without a byte is not.
+        wanted = None if limit is None else max(limit, 1)
         for device in self.config.devices:
-            region = self.backend.reserve(device, self.config.memory_limit, MemoryKind.DEVICE)
-            limit = region.nbytes if self.config.memory_limit is None else self.config.memory_limit
-            pools.append(Pool(region, Space(region.nbytes, TENSOR_ALIGNMENT), limit))
+            region = self.backend.reserve(device, wanted, MemoryKind.DEVICE)
+            pools.append(
+                Pool(region, Space(region.nbytes, TENSOR_ALIGNMENT), region.nbytes if limit is None else limit)
+            )
         return pools
 
     # ------------------------------------------------------------------ links

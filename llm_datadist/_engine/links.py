@@ -17,8 +17,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from llm_datadist._addresses import Address
 from llm_datadist._engine import codes, control
@@ -82,7 +84,8 @@ class Link:
     client: bool
     cluster_id: int
     incarnation: int
-    #: The addresses that the link was made with: those of the peer's listener on the client, of the client on the server.
+    #: The addresses that the link was made with: those of the peer's listener on the client, of the client on the
+    #: server.
     addresses: tuple[str, ...]
     channel: Channel
     endpoint: Endpoint
@@ -98,7 +101,7 @@ class Link:
     #: Held during a transfer, a check, or an unlink.
     lock: threading.Lock = field(default_factory=threading.Lock)
     #: What transfers keep from one to the next (see transfers.py).
-    kept: dict[object, object] = field(default_factory=dict)
+    kept: dict[Hashable, Any] = field(default_factory=dict)
     answers: dict[int, threading.Event] = field(default_factory=dict)
     requests: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -149,10 +152,12 @@ class Links:
         self._listeners: list[tuple[Address, socket.socket]] = []
         self._paused = False
         self._accepting = 0
-        #: Workers that answer a client, with its connection once it is taken.
-        self._answering: dict[threading.Thread, Channel | None] = {}
         self._one_call = threading.Lock()
         self._closing = False
+        #: Those that answer clients; some may have ended.
+        self._workers: set[threading.Thread] = set()
+        self._handshakes: set[Channel] = set()
+        self._handshake_ended = threading.Condition(self._lock)
 
     # ------------------------------------------------------------------ looking up
 
@@ -197,8 +202,7 @@ class Links:
             for _, listener in self._listeners:
                 self._service.pause(listener)
         worker = threading.Thread(target=self._serve, args=(sock,), name="llm_datadist link", daemon=True)
-        with self._lock:
-            self._answering[worker] = None
+        self._workers = {*filter(threading.Thread.is_alive, self._workers), worker}
         worker.start()
 
     def _served(self) -> None:
@@ -215,19 +219,30 @@ class Links:
             get_logger().warning("refused a link: %s", e)
         else:
             try:
-                with self._lock:
-                    self._answering[threading.current_thread()] = channel
-                    closing = self._closing
-                if closing:
-                    raise Gone("this engine is being finalized")
-                self._answer(channel)
+                with self._handshake(channel):
+                    self._answer(channel)
             except (Gone, TimedOut, Malformed, Unreadable, BackendError, Refused, OSError, ValueError) as e:
                 get_logger().warning("a link with process %d did not come about: %s", channel.pid, e)
-                channel.close()
+        finally:
+            self._service.call(self._served)
+
+    @contextmanager
+    def _handshake(self, channel: Channel) -> Iterator[None]:
+        """Close a channel whose handshake fails, and let `close` end the handshake, which writes to the directory."""
+        try:
+            with self._lock:
+                if self._closing:
+                    raise Gone("this engine is being finalized")
+                self._handshakes.add(channel)
+            yield
+        except BaseException:
+            # A link that was made already has the service thread close the channel, so nobody else may.
+            self._service.dispose(channel)
+            raise
         finally:
             with self._lock:
-                del self._answering[threading.current_thread()]
-            self._service.call(self._served)
+                self._handshakes.discard(channel)
+                self._handshake_ended.notify_all()
 
     def _answer(self, channel: Channel) -> None:
         frame, fds = channel.receive(time.monotonic_ns() + HANDSHAKE_NS)
@@ -275,7 +290,8 @@ class Links:
         if bool(frame.number("cache_manager", 1)) != mine.cache_manager:
             raise Refused(
                 LLMStatusCode.LLM_LINK_FAILED,
-                f"the listener runs in {'CacheManager' if mine.cache_manager else 'KvCacheManager'} mode, the client not",
+                "the client does not run in the listener's mode, which is "
+                + ("CacheManager mode" if mine.cache_manager else "KvCacheManager mode"),
             )
         if bool(frame.number("remote_accessible", 1)) != mine.remote_accessible:
             raise Refused(
@@ -335,12 +351,9 @@ class Links:
         step = "connecting"
         try:
             channel = control.connect(self._namespace, request.remote[0], deadline_ns)
-            try:
-                step = "greeting"
+            step = "greeting"
+            with self._handshake(channel):
                 self._greet(channel, request, deadline_ns)
-            except BaseException:
-                channel.close()
-                raise
         except TimedOut as e:
             code, why = codes.timeout_code(self.terms.cache_manager), str(e)
         except Refused as e:
@@ -660,16 +673,15 @@ class Links:
         """Unlink everything locally and stop to listen."""
         with self._lock:
             self._closing = True
+            for channel in self._handshakes:
+                channel.hang_up()
+            self._handshake_ended.wait_for(lambda: not self._handshakes, control.remaining(deadline_ns))
             links = list(self._links.values())
-            answering = dict(self._answering)
+        for worker in list(self._workers):
+            worker.join(control.remaining(deadline_ns))
         for _, sock in self._listeners:
             self._service.release(sock)
         self._listeners.clear()
-        for channel in answering.values():
-            if channel is not None:
-                channel.hang_up()
-        for worker in answering:
-            worker.join(control.remaining(deadline_ns))
         for link in links:
             self._remove(link, "this engine was finalized")
             # A transfer of another thread may still run; it sees the closed connection and ends.
@@ -680,12 +692,11 @@ class Links:
         """Close the descriptors in a forked child, and break every link."""
         for _, sock in self._listeners:
             sock.close()
+        for channel in list(self._handshakes):
+            channel.abandon()
         for link in list(self._links.values()):
             link.state, link.reason = State.GONE, "inherited by a forked child"
             link.channel.abandon()
-        for channel in list(self._answering.values()):
-            if channel is not None:
-                channel.abandon()
 
 
 class _Exclusive:

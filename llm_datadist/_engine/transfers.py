@@ -66,7 +66,8 @@ class Transfers:
             def runs(record: Record, slot: int) -> Runs:
                 if record.stride != here.stride:
                     raise ParamInvalid(
-                        f"a source block has {record.stride} bytes, a destination block {here.stride}; they must be equal"
+                        f"a source block has {record.stride} bytes, a destination block {here.stride}; "
+                        "they must be equal"
                     )
                 if source.maximum >= record.slots:
                     raise ParamInvalid(
@@ -97,7 +98,7 @@ class Transfers:
             here = cache.geometry
             if batch_index >= here.slots:
                 raise ParamInvalid(
-                    f"batch_index is {batch_index}, allowed is 0 to {here.slots - 1}, the batch slots of cache {cache.id}"
+                    f"batch_index is {batch_index}, allowed are 0 to {here.slots - 1}, the slots of cache {cache.id}"
                 )
             nbytes = size if size > 0 else here.stride - do
             if nbytes <= 0:
@@ -116,7 +117,11 @@ class Transfers:
 
     @staticmethod
     def _check_local(cache: Cache, layers: Layers) -> None:
-        select("dst_layer_range", layers.destination, layers.per_layer, cache.geometry.num_tensors)
+        n = layers.per_layer
+        destination = select("dst_layer_range", layers.destination, n, cache.geometry.num_tensors)
+        if layers.source is not None:
+            # How many it selects is known here, whether the source has them is not.
+            pair_tensors(range(layers.source.start * n, layers.source.stop * n), destination)
 
     def _pull(
         self,
@@ -135,7 +140,7 @@ class Transfers:
             token = (key, cache.id, layers)
             try:
                 while True:
-                    path = link.kept.get(token) or self._resolve(link, key, slot, cache, layers, deadline_ns)
+                    path: Path = link.kept.get(token) or self._resolve(link, key, slot, cache, layers, deadline_ns)
                     plan = Plan(path.bases, runs(path.record, path.slot))
                     try:
                         link.endpoint.read(plan, path.guard, deadline_ns)
@@ -162,9 +167,7 @@ class Transfers:
                 else:
                     link.board.spend_tensors(path.spends, path.source_tensors, path.record.num_tensors)
 
-    def _resolve(
-        self, link: Link, key: Key, slot: int, cache: Cache, layers: Layers, deadline_ns: int
-    ) -> Path:
+    def _resolve(self, link: Link, key: Key, slot: int, cache: Cache, layers: Layers, deadline_ns: int) -> Path:
         entry = link.directory.find(key, deadline_ns)
         record = link.directory.record(entry) if entry is not None else None
         if entry is None or record is None:
@@ -199,7 +202,6 @@ class Transfers:
                 for i in source:
                     region, offset = record.tensors[device * n + i]
                     source_bases.append(endpoint.locate(region, offset, record.tensor_bytes))
-                    endpoint.populate(region, offset, record.tensor_bytes)
                 destination_bases += [cache.addresses[device][i] for i in destination]
         except BackendError as e:
             raise Unreadable(f"a record of the peer's directory is wrong: {e.text}") from e

@@ -45,7 +45,9 @@ class Frame:
         """Give a field that must be an integer in [0, largest]."""
         value = self.body.get(name)
         if type(value) is not int or not 0 <= value <= largest:
-            raise Malformed(f"field {name!r} of a {self.kind.name} frame is {value!r}, expected an integer <= {largest}")
+            raise Malformed(
+                f"field {name!r} of a {self.kind.name} frame is {value!r}, expected an integer <= {largest}"
+            )
         return value
 
     def text(self, name: str) -> str:

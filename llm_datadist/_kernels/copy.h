@@ -27,8 +27,8 @@ enum {
 
 /* Bytes that a thread takes at a time: far more than the cost of taking them, far less than a slice. */
 static const uint64_t DD_PIECE = 1 << 20;
-/* Below this many bytes a thread the start of another thread costs more than it saves. */
-static const uint64_t DD_THREAD_BYTES = 2 << 20;
+/* With less than this for each thread, the start of another thread costs more than it saves. */
+static const uint64_t DD_THREAD_BYTES = 4 << 20;
 
 /* ---- kernels */
 
@@ -58,36 +58,40 @@ static inline size_t dd_shortest(const struct dd_stream streams[DD_GROUP])
     return bytes;
 }
 
-/* The two kernels differ only in how they move one line. Two lines of each stream in turn: four
- * streams keep more cache misses going at once than one does. */
-#define DD_DEFINE_MOVE(NAME, ISA, MOVE_LINE)                                                            \
-    __attribute__((target(ISA))) static void NAME(const struct dd_stream now[DD_GROUP],                 \
-                                                  const struct dd_stream next[DD_GROUP])                \
-    {                                                                                                   \
-        size_t common = dd_shortest(now) & ~(size_t)(2 * DD_LINE - 1);                                  \
-        for (size_t at = 0; at < common; at += 2 * DD_LINE)                                             \
-            for (int i = 0; i < DD_GROUP; i++) {                                                        \
-                _mm_prefetch(next[i].from + at, _MM_HINT_T1);                                           \
-                _mm_prefetch(next[i].from + at + DD_LINE, _MM_HINT_T1);                                 \
-                MOVE_LINE(now[i].to + at, now[i].from + at);                                            \
-                MOVE_LINE(now[i].to + at + DD_LINE, now[i].from + at + DD_LINE);                        \
-            }                                                                                           \
-        for (int i = 0; i < DD_GROUP; i++)                                                              \
-            for (size_t at = common; at < now[i].bytes; at += DD_LINE)                                  \
-                MOVE_LINE(now[i].to + at, now[i].from + at);                                            \
-    }
-
-#define DD_LINE_AVX512(TO, FROM) _mm512_stream_si512((__m512i *)(TO), _mm512_loadu_si512(FROM))
-#define DD_LINE_AVX2(TO, FROM)                                                                          \
-    do {                                                                                                \
-        __m256i low = _mm256_loadu_si256((const __m256i *)(FROM));                                      \
-        __m256i high = _mm256_loadu_si256((const __m256i *)(FROM) + 1);                                 \
-        _mm256_stream_si256((__m256i *)(TO), low);                                                      \
-        _mm256_stream_si256((__m256i *)(TO) + 1, high);                                                 \
+/* All loads of a step come before its stores: that keeps more cache misses going at once. */
+#define DD_MOVE_BYTES(BYTES, VECTOR, LOAD, STREAM, TO, FROM)                              \
+    do {                                                                                  \
+        VECTOR held[(BYTES) / sizeof(VECTOR)];                                            \
+        for (size_t part = 0; part < (BYTES) / sizeof(VECTOR); part++)                    \
+            held[part] = LOAD((const VECTOR *)(FROM) + part);                             \
+        for (size_t part = 0; part < (BYTES) / sizeof(VECTOR); part++)                    \
+            STREAM((VECTOR *)(TO) + part, held[part]);                                    \
     } while (0)
 
-DD_DEFINE_MOVE(dd_move_avx512, "avx512f", DD_LINE_AVX512)
-DD_DEFINE_MOVE(dd_move_avx2, "avx2", DD_LINE_AVX2)
+/* Two lines of each stream in turn, as far as the shortest goes; then the rest of each. The addresses
+ * are copied first, or each store would make the compiler load them again. */
+#define DD_DEFINE_MOVE(NAME, ISA, VECTOR, LOAD, STREAM)                                                    \
+    __attribute__((target(ISA))) static void NAME(const struct dd_stream now[DD_GROUP],                    \
+                                                  const struct dd_stream next[DD_GROUP])                   \
+    {                                                                                                      \
+        char *to[DD_GROUP];                                                                                \
+        const char *from[DD_GROUP], *ahead[DD_GROUP];                                                      \
+        for (int i = 0; i < DD_GROUP; i++)                                                                 \
+            to[i] = now[i].to, from[i] = now[i].from, ahead[i] = next[i].from;                             \
+        size_t common = dd_shortest(now) / (2 * DD_LINE) * (2 * DD_LINE);                                  \
+        for (size_t at = 0; at < common; at += 2 * DD_LINE)                                                \
+            for (int i = 0; i < DD_GROUP; i++) {                                                           \
+                _mm_prefetch(ahead[i] + at, _MM_HINT_T1);                                                  \
+                _mm_prefetch(ahead[i] + at + DD_LINE, _MM_HINT_T1);                                        \
+                DD_MOVE_BYTES(2 * DD_LINE, VECTOR, LOAD, STREAM, to[i] + at, from[i] + at);                \
+            }                                                                                              \
+        for (int i = 0; i < DD_GROUP; i++)                                                                 \
+            for (size_t at = common; at < now[i].bytes; at += DD_LINE)                                     \
+                DD_MOVE_BYTES(DD_LINE, VECTOR, LOAD, STREAM, now[i].to + at, now[i].from + at);            \
+    }
+
+DD_DEFINE_MOVE(dd_move_avx512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_stream_si512)
+DD_DEFINE_MOVE(dd_move_avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_stream_si256)
 
 #endif
 
@@ -134,7 +138,8 @@ static inline void dd_push(struct dd_queue *queue, char *to, const char *from, s
 
 static inline void dd_flush(struct dd_queue *queue)
 {
-    memset(queue->streams + queue->filled, 0, (2 * DD_GROUP - queue->filled) * sizeof *queue->streams);
+    for (int i = queue->filled; i < 2 * DD_GROUP; i++)
+        queue->streams[i] = (struct dd_stream){queue->streams[0].to, queue->streams[0].from, 0};
     queue->move(queue->streams, queue->streams + DD_GROUP);
     queue->move(queue->streams + DD_GROUP, queue->streams + DD_GROUP);
 }
@@ -174,10 +179,9 @@ static inline const struct dd_run *dd_find(const struct dd_plan *plan, uint64_t 
     return plan->runs + low;
 }
 
-/* Needs begin < end <= bytes of the plan. */
-static inline void dd_copy_bytes(const struct dd_plan *plan, dd_move *move, uint64_t begin, uint64_t end)
+/* Needs begin < end <= bytes of the plan. Up to two groups stay in the queue. */
+static inline void dd_copy_bytes(struct dd_queue *queue, const struct dd_plan *plan, uint64_t begin, uint64_t end)
 {
-    struct dd_queue queue = {.move = move, .filled = 0};
     const struct dd_base *base = plan->bases + begin / plan->tensor_bytes;
     uint64_t offset = begin % plan->tensor_bytes; /* in this tensor */
     uint64_t left = end - begin;
@@ -190,13 +194,13 @@ static inline void dd_copy_bytes(const struct dd_plan *plan, dd_move *move, uint
             bytes = left;
         char *to = (char *)(uintptr_t)(base->destination + (uint64_t)run->destination + skipped);
         const char *from = (const char *)(uintptr_t)(base->source + (uint64_t)run->source + skipped);
-        if (move)
-            dd_cut(&queue, to, from, bytes);
+        if (queue->move)
+            dd_cut(queue, to, from, bytes);
         else
             memcpy(to, from, bytes);
         left -= bytes;
         if (left == 0)
-            break;
+            return;
         offset = run_begin = (uint64_t)run->end;
         run++;
         if (offset == plan->tensor_bytes) {
@@ -205,8 +209,6 @@ static inline void dd_copy_bytes(const struct dd_plan *plan, dd_move *move, uint
             offset = run_begin = 0;
         }
     }
-    if (move)
-        dd_flush(&queue);
 }
 
 /* ---- a whole copy, in slices */
@@ -232,7 +234,7 @@ static inline int64_t dd_now(void)
 static inline void dd_start(struct dd_copy *copy, const struct dd_plan *plan, const struct dd_kernel *kernel,
                             uint64_t begin, uint64_t end, int64_t deadline, int threads)
 {
-    uint64_t useful = (end - begin) / DD_THREAD_BYTES + 1;
+    uint64_t useful = (end - begin) / DD_THREAD_BYTES;
     copy->plan = *plan;
     copy->move = kernel->move;
     copy->end = end;
@@ -246,6 +248,7 @@ static inline void dd_start(struct dd_copy *copy, const struct dd_plan *plan, co
 static inline void *dd_work(void *argument)
 {
     struct dd_copy *copy = argument;
+    struct dd_queue queue = {.move = copy->move, .filled = 0};
     for (;;) {
         if (atomic_load_explicit(&copy->next, memory_order_relaxed) >= copy->end)
             break;
@@ -260,8 +263,10 @@ static inline void *dd_work(void *argument)
         if (begin >= copy->end)
             break;
         uint64_t end = copy->end - begin < DD_PIECE ? copy->end : begin + DD_PIECE;
-        dd_copy_bytes(&copy->plan, copy->move, begin, end);
+        dd_copy_bytes(&queue, &copy->plan, begin, end);
     }
+    if (queue.filled)
+        dd_flush(&queue);
 #if defined(__x86_64__)
     /* Non-temporal stores are not ordered with later stores, nor by the end of a thread. */
     _mm_sfence();

@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, final
 
 from llm_datadist._kernels.runs import Plan
 
@@ -9,15 +9,17 @@ STALE: Final = 2
 TORN: Final = 3
 PEER_GONE: Final = 4
 
+@final
 class Guard:
     """At most eight (address, value) pairs of 8-byte words that must hold their value before and after a copy."""
 
-    def __init__(self, words: Sequence[tuple[int, int]]) -> None: ...
+    def __new__(cls, words: Sequence[tuple[int, int]]) -> Guard: ...
 
+@final
 class Liveness:
     """Descriptors that tell a peer's death: its control socket (hang-up) and its pidfd (readable). -1 = none."""
 
-    def __init__(self, socket_fd: int, pidfd: int) -> None: ...
+    def __new__(cls, socket_fd: int, pidfd: int) -> Liveness: ...
     def alive(self) -> bool: ...
 
 def copy(

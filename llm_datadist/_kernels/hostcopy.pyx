@@ -134,15 +134,13 @@ def copy(
     """
     cdef uint64_t last = plan.nbytes if end == -1 else position(end, "end", 0, plan.nbytes)
     cdef uint64_t first = position(begin, "begin", 0, last)
-    cdef int workers = min(threads, DD_MOST_THREADS)
+    cdef int workers = min(position(threads, "threads", 1, INT64_MAX), <uint64_t> DD_MOST_THREADS)
     # Any moment in the past will do for one below 0, where the clock never was.
     cdef int64_t deadline = max(1, min(deadline_ns, INT64_MAX)) if deadline_ns else 0
     cdef bint released = last - first > KEEP_GIL
     cdef bint ended = False
     cdef dd_copy state
     cdef dd_plan view = plan.view()
-    if threads < 1:
-        raise ValueError(f"threads is {shown(threads)}; allowed are 1 and above")
 
     if guard is not None and not guard.holds():
         return STALE

@@ -113,12 +113,14 @@ cdef Indices room_for(Py_ssize_t count):
 
 cdef int64_t element(object value, str name, Py_ssize_t position) except -1:
     """Convert one element; runs Python code when it has an ``__index__`` of its own."""
-    if isinstance(value, bool) or not PyIndex_Check(value):
-        raise TypeError(f"{name}[{position}] must be an int, got {type(value).__name__}")
+    cdef str kind = type(value).__name__
+    # By name, as numpy's bool (once "bool_") is no subclass of bool and has an __index__ up to numpy 2.2.
+    if kind in ("bool", "bool_") or not PyIndex_Check(value):
+        raise TypeError(f"{name}[{position}] must be an int, got {kind}")
     try:
         number = PyNumber_Index(value)
     except TypeError as error:
-        raise TypeError(f"{name}[{position}] must be an int, got {type(value).__name__}: {error}") from error
+        raise TypeError(f"{name}[{position}] must be an int, got {kind}: {error}") from error
     if not 0 <= number <= UINT64_MAX:
         raise out_of_range(name, position, number)
     return min(number, INT64_MAX)
@@ -196,6 +198,8 @@ cdef Indices read_view(Py_buffer *view, str name):
         raise TypeError(f"{name} must hold native integers, got buffer format {text!r}")
     if view.ndim != 1:
         raise TypeError(f"{name} must have one dimension, got {view.ndim}")
+    # ctypes leaves the strides out, though they were asked for.
+    cdef Py_ssize_t stride = width if view.strides == NULL else view.strides[0]
     cdef Indices made = room_for(view.shape[0])
     cdef int64_t number
     # The format tells the sign only: some exporters write "l" for 4 bytes and some for 8.
@@ -208,7 +212,7 @@ cdef Indices read_view(Py_buffer *view, str name):
         made.items[i] = number
         if number > made.top:
             made.top = number
-        item += view.strides[0]
+        item += stride
     return made
 
 

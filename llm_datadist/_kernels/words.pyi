@@ -1,5 +1,6 @@
-from typing_extensions import Buffer
 from typing import Literal
+
+from typing_extensions import Buffer
 
 def load(address: int) -> int: ...
 def store(address: int, value: int) -> None: ...

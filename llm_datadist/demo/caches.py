@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from llm_datadist import CacheDesc, DataType, KvCache
 from llm_datadist.demo.model import HEAD_SIZE, KV_HEADS, TENSORS, KvStore
+from llm_datadist.demo.reports import MAX_TOKENS
 
 __all__ = [
     "BULK_BLOCKS",
-    "MAX_TOKENS",
     "PAGED_BLOCKS",
     "ContiguousKv",
     "PagedKv",
@@ -32,13 +32,15 @@ __all__ = [
 
 Rows = npt.NDArray[np.float16]
 
-MAX_TOKENS = 512
 BLOCK_TOKENS = 16
 PAGED_BLOCKS = 2 * MAX_TOKENS // BLOCK_TOKENS
 BULK_TENSORS = 64
 BULK_BLOCKS = 64
 _BULK_WORDS = 8192  # 64 KiB
-_NUMPY = {DataType.DT_FLOAT16: np.dtype(np.float16), DataType.DT_UINT64: np.dtype(np.uint64)}
+_NUMPY: dict[DataType, np.dtype[Any]] = {
+    DataType.DT_FLOAT16: np.dtype(np.float16),
+    DataType.DT_UINT64: np.dtype(np.uint64),
+}
 
 
 def contiguous_desc() -> CacheDesc:
@@ -58,7 +60,9 @@ def bulk_desc() -> CacheDesc:
 
 def bulk_words(tensor: int, block: int) -> npt.NDArray[np.uint64]:
     """Give the content of a block of the bulk cache: every word of all its blocks is different."""
-    return np.arange(_BULK_WORDS, dtype=np.uint64) + (np.uint64(tensor * BULK_BLOCKS + block) << np.uint64(32))
+    words = np.arange(_BULK_WORDS, dtype=np.uint64)
+    words += np.uint64(tensor * BULK_BLOCKS + block) << np.uint64(32)
+    return words
 
 
 def scattered(seed: int, blocks: int, count: int) -> list[int]:
@@ -74,10 +78,8 @@ def blocks_for(tokens: int) -> int:
 def views(cache: KvCache) -> list[npt.NDArray[Any]]:
     """Give the tensors of a cache as arrays on its memory. They are valid as long as the cache lives."""
     desc = cache.cache_desc
-    return [
-        np.frombuffer((ctypes.c_uint8 * desc.size).from_address(address), _NUMPY[desc.data_type]).reshape(desc.shape)
-        for address in cache.per_device_tensor_addrs[0]
-    ]
+    memory = [(ctypes.c_uint8 * desc.size).from_address(address) for address in cache.per_device_tensor_addrs[0]]
+    return [np.frombuffer(memoryview(part), _NUMPY[desc.data_type]).reshape(desc.shape) for part in memory]
 
 
 def plain(desc: CacheDesc) -> list[npt.NDArray[Any]]:
@@ -97,7 +99,8 @@ class ContiguousKv:
 
     def read(self, tensor: int, length: int) -> Rows:
         """Give the first rows."""
-        return self._tensors[tensor][0, :length]
+        rows: Rows = self._tensors[tensor][0, :length]
+        return rows
 
 
 class PagedKv:
@@ -115,7 +118,8 @@ class PagedKv:
     def read(self, tensor: int, length: int) -> Rows:
         """Give the first rows, gathered."""
         blocks = self._table[: blocks_for(length)]
-        return self._tensors[tensor][blocks].reshape(-1, KV_HEADS, HEAD_SIZE)[:length]
+        rows: Rows = self._tensors[tensor][blocks].reshape(-1, KV_HEADS, HEAD_SIZE)[:length]
+        return rows
 
 
 def digest(store: KvStore, length: int) -> str:

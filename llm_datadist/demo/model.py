@@ -43,13 +43,16 @@ class Model:
         random = np.random.default_rng(seed)
 
         def weights(rows: int, columns: int) -> Array:
-            return random.standard_normal((rows, columns), dtype=np.float32) / np.float32(math.sqrt(rows))
+            drawn: Array = random.standard_normal((rows, columns), dtype=np.float32)
+            drawn /= np.float32(math.sqrt(rows))
+            return drawn
 
         kv_width = KV_HEADS * HEAD_SIZE
         self._embedding = random.standard_normal((VOCABULARY, WIDTH), dtype=np.float32)
         self._layers = [
             {
-                "query": weights(WIDTH, WIDTH),
+                # Large, so that attention is sharp: what is written depends on single tokens, not on their mean.
+                "query": 4 * weights(WIDTH, WIDTH),
                 "key": weights(WIDTH, kv_width),
                 "value": weights(WIDTH, kv_width),
                 "output": weights(WIDTH, WIDTH),
@@ -107,8 +110,8 @@ class Model:
 
 
 def _normalise(state: Array) -> Array:
-    scale = np.sqrt(np.mean(state * state, axis=-1, keepdims=True) + np.float32(1e-6))
-    return state / scale
+    scaled: Array = state / np.sqrt(np.mean(state * state, axis=-1, keepdims=True) + np.float32(1e-6))
+    return scaled
 
 
 def _rotate(heads: Array, positions: npt.NDArray[np.int64]) -> Array:
@@ -129,5 +132,6 @@ def _attend(query: Array, keys: Array, values: Array, hidden: npt.NDArray[np.boo
     scores = np.where(hidden, np.float32(-np.inf), scores)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    seen: Array = weights @ values.transpose(1, 0, 2)[:, None]
-    return seen.transpose(2, 0, 1, 3).reshape(tokens, WIDTH)
+    seen = weights @ values.transpose(1, 0, 2)[:, None]
+    joined: Array = seen.transpose(2, 0, 1, 3).reshape(tokens, WIDTH)
+    return joined

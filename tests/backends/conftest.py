@@ -23,7 +23,7 @@ OWNER = Path(__file__).with_name("simulator_owner.py")
 SECONDS = 30
 
 
-def descriptors() -> set[tuple[str, str]]:
+def _descriptors() -> set[tuple[str, str]]:
     """List what this process has open, but for what comes and goes with the look itself."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
@@ -32,8 +32,7 @@ def descriptors() -> set[tuple[str, str]]:
     return {each for each in found if not each[1].startswith("/proc/")}
 
 
-def mappings() -> list[str]:
-    """List the address ranges that show segments of the simulator."""
+def _mappings() -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:llm_datadist" in line]
 
 
@@ -41,10 +40,16 @@ def mappings() -> list[str]:
 def nothing_left() -> Iterator[None]:
     """Fail the test when it leaves descriptors or mappings."""
     gc.collect()
-    before = descriptors(), mappings()
+    before = _descriptors(), _mappings()
     yield
     gc.collect()
-    assert (descriptors(), mappings()) == before
+    assert (_descriptors(), _mappings()) == before
+
+
+@pytest.fixture
+def mappings() -> Callable[[], list[str]]:
+    """List the lines of /proc/self/maps that show segments of the simulator."""
+    return _mappings
 
 
 @pytest.fixture
@@ -111,11 +116,6 @@ def owner(nothing_left: None, request: pytest.FixtureRequest) -> Iterator[Owner]
 @pytest.fixture
 def endpoint(owner: Owner, make_backend: Callable[..., SimulatorBackend]) -> Iterator[Endpoint]:
     """Connect a backend of this process to the owner."""
-    link = make_backend().connect(owner.export, owner.pair, deadline_in(SECONDS))
+    link = make_backend().connect(owner.export, owner.pair, time.monotonic_ns() + SECONDS * 10**9)
     yield link
     link.close()
-
-
-def deadline_in(seconds: float) -> int:
-    """Give a point on the monotonic clock."""
-    return time.monotonic_ns() + int(seconds * 1e9)

@@ -6,9 +6,10 @@ import ctypes
 import signal
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from conftest import SECONDS, Owner, deadline_in, mappings
 
 from llm_datadist._kernels.hostcopy import Guard
 from llm_datadist._kernels.runs import Bases, Plan, span_runs
@@ -17,6 +18,11 @@ from llm_datadist.backends.simulator.endpoint import SimulatorEndpoint
 from llm_datadist.backends.simulator.faults import Faults
 
 MIB = 1 << 20
+SECONDS = 30
+
+
+def deadline_in(seconds: float) -> int:
+    return time.monotonic_ns() + int(seconds * 1e9)
 
 
 def pattern(offset: int, nbytes: int) -> bytes:
@@ -31,21 +37,18 @@ def read_plan(endpoint: SimulatorEndpoint, buffer: ctypes.Array[ctypes.c_char], 
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, 1), (513, 4096), (5 * MIB - 7, 3 * MIB)])
 def test_read_brings_the_owners_bytes(endpoint: SimulatorEndpoint, offset: int, nbytes: int) -> None:
     buffer = ctypes.create_string_buffer(nbytes)
-    endpoint.populate(0, offset, nbytes)
     endpoint.read(read_plan(endpoint, buffer, offset), None, deadline_in(SECONDS))
     assert buffer.raw == pattern(offset, nbytes)
 
 
-def test_write_reaches_the_owner(endpoint: SimulatorEndpoint, owner: Owner) -> None:
+def test_write_reaches_the_owner(endpoint: SimulatorEndpoint, owner: Any) -> None:
     data = ctypes.create_string_buffer(b"\x07" * 1000, 1000)
     target = endpoint.locate(0, 12 * MIB, 1000)
-    endpoint.write(
-        Plan(Bases([ctypes.addressof(data)], [target]), span_runs(0, 0, 1000)), None, deadline_in(SECONDS)
-    )
+    endpoint.write(Plan(Bases([ctypes.addressof(data)], [target]), span_runs(0, 0, 1000)), None, deadline_in(SECONDS))
     assert [owner.ask(f"peek {12 * MIB + at}") for at in (0, 999, 1000)] == [7, 7, 0]
 
 
-def test_windows_are_shared_words(endpoint: SimulatorEndpoint, owner: Owner) -> None:
+def test_windows_are_shared_words(endpoint: SimulatorEndpoint, owner: Any) -> None:
     directory, board = endpoint.windows
     owner.ask("directory 4711")
     assert ctypes.c_uint64.from_address(directory.address).value == 4711
@@ -53,12 +56,12 @@ def test_windows_are_shared_words(endpoint: SimulatorEndpoint, owner: Owner) -> 
     assert owner.ask("board") == 42
 
 
-def test_directory_is_read_only_here(endpoint: SimulatorEndpoint) -> None:
+def test_directory_is_read_only_here(endpoint: SimulatorEndpoint, mappings: Callable[[], list[str]]) -> None:
     address = f"{endpoint.windows[0].address:x}"
     assert [line.split()[1] for line in mappings() if line.startswith(address)] == ["r--s"]
 
 
-def test_connect_touches_no_pool_page(owner: Owner, endpoint: SimulatorEndpoint) -> None:
+def test_connect_touches_no_pool_page(owner: Any, endpoint: SimulatorEndpoint) -> None:
     pool = f"{endpoint.locate(0, 0, 1):x}-"
     with open("/proc/self/smaps") as lines:
         for line in lines:
@@ -74,10 +77,9 @@ def test_connect_touches_no_pool_page(owner: Owner, endpoint: SimulatorEndpoint)
 def test_locate_refuses_what_is_not_in_the_region(
     endpoint: SimulatorEndpoint, region: int, offset: int, nbytes: int
 ) -> None:
-    for method in (endpoint.locate, endpoint.populate):
-        with pytest.raises(BackendError) as caught:
-            method(region, offset, nbytes)
-        assert caught.value.kind is Failure.INVALID
+    with pytest.raises(BackendError) as caught:
+        endpoint.locate(region, offset, nbytes)
+    assert caught.value.kind is Failure.INVALID
 
 
 def expect(kind: Failure, endpoint: SimulatorEndpoint, plan: Plan, guard: Guard | None, deadline_ns: int) -> None:
@@ -86,7 +88,7 @@ def expect(kind: Failure, endpoint: SimulatorEndpoint, plan: Plan, guard: Guard 
     assert caught.value.kind is kind
 
 
-def test_guard_that_differs_before_is_stale(endpoint: SimulatorEndpoint, owner: Owner) -> None:
+def test_guard_that_differs_before_is_stale(endpoint: SimulatorEndpoint, owner: Any) -> None:
     owner.ask("directory 5")
     guard = Guard([(endpoint.windows[0].address, 6)])
     buffer = ctypes.create_string_buffer(64)
@@ -99,7 +101,9 @@ def test_past_deadline_times_out(endpoint: SimulatorEndpoint) -> None:
     expect(Failure.TIMED_OUT, endpoint, plan, None, time.monotonic_ns() - 1)
 
 
-def test_closed_endpoint_says_that_the_peer_is_gone(endpoint: SimulatorEndpoint) -> None:
+def test_closed_endpoint_says_that_the_peer_is_gone(
+    endpoint: SimulatorEndpoint, mappings: Callable[[], list[str]]
+) -> None:
     plan = read_plan(endpoint, ctypes.create_string_buffer(64))
     assert endpoint.alive()
     before = len(mappings())
@@ -113,7 +117,7 @@ def test_closed_endpoint_says_that_the_peer_is_gone(endpoint: SimulatorEndpoint)
     assert caught.value.kind is Failure.PEER_GONE
 
 
-def test_dead_owner_is_gone_but_its_memory_does_not_fault(endpoint: SimulatorEndpoint, owner: Owner) -> None:
+def test_dead_owner_is_gone_but_its_memory_does_not_fault(endpoint: SimulatorEndpoint, owner: Any) -> None:
     buffer = ctypes.create_string_buffer(64)
     plan = read_plan(endpoint, buffer)
     owner.process.kill()
@@ -122,7 +126,7 @@ def test_dead_owner_is_gone_but_its_memory_does_not_fault(endpoint: SimulatorEnd
     expect(Failure.PEER_GONE, endpoint, plan, None, deadline_in(SECONDS))
 
 
-def test_memory_that_the_owner_closed_reads_as_zeros(endpoint: SimulatorEndpoint, owner: Owner) -> None:
+def test_memory_that_the_owner_closed_reads_as_zeros(endpoint: SimulatorEndpoint, owner: Any) -> None:
     owner.ask("close")
     buffer = ctypes.create_string_buffer(b"x" * 4096, 4096)
     endpoint.read(read_plan(endpoint, buffer), None, deadline_in(SECONDS))
@@ -162,7 +166,7 @@ def test_stalled_read_goes_on(endpoint: SimulatorEndpoint) -> None:
     assert read.buffer.raw == pattern(0, 2 * MIB)
 
 
-def test_stalled_read_notices_kill_9(endpoint: SimulatorEndpoint, owner: Owner) -> None:
+def test_stalled_read_notices_kill_9(endpoint: SimulatorEndpoint, owner: Any) -> None:
     read = StalledRead(endpoint)
     begin = time.monotonic()
     owner.process.send_signal(signal.SIGKILL)
@@ -174,7 +178,7 @@ def test_stalled_read_keeps_its_deadline(endpoint: SimulatorEndpoint) -> None:
     assert StalledRead(endpoint, seconds=0.3).join() is Failure.TIMED_OUT
 
 
-def test_change_during_a_stall_is_torn_and_never_stale(endpoint: SimulatorEndpoint, owner: Owner) -> None:
+def test_change_during_a_stall_is_torn_and_never_stale(endpoint: SimulatorEndpoint, owner: Any) -> None:
     owner.ask("directory 8")
     read = StalledRead(endpoint, Guard([(endpoint.windows[0].address, 8)]))
     owner.ask("directory 9")

@@ -88,7 +88,7 @@ def test_e124_silent_peer(prompt: Prompt) -> None:
         decoder.link(prompt)
         prompt.allocate_blocks(DESC, BlocksCacheKey(1))
         cache = decoder.allocate(DESC, blocks=True)
-        prompt.peer.signal(signal.SIGSTOP)
+        prompt.peer.stop()
         try:
             for _ in range(2):
                 start = time.monotonic()

@@ -49,7 +49,7 @@ def check_pull(prompt: Prompt, decoder: Decoder, model: int = 0) -> None:
 @contextmanager
 def stopped(peer: Peer) -> Iterator[None]:
     """Keep a peer stopped during the block."""
-    peer.signal(signal.SIGSTOP)
+    peer.stop()
     try:
         yield
     finally:

@@ -34,3 +34,14 @@ def pattern(cluster: int, tensor: int, nbytes: int, salt: int = 0) -> bytes:
     mixed = (words + np.uint64(seed)) * np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(29)
     return mixed.tobytes()[:nbytes]
+
+
+def fill(address: int, word: int, nbytes: int) -> None:
+    """Fill memory of this process with one 8-byte word, so that a single look tells whose bytes they are."""
+    write(address, word.to_bytes(8, "little") * (nbytes // 8))
+
+
+def word(address: int, nbytes: int) -> int | None:
+    """Give the one word that fills this memory, or None if different words are in it."""
+    data = read(address, nbytes)
+    return int.from_bytes(data[:8], "little") if data == data[:8] * (nbytes // 8) else None

@@ -1,7 +1,7 @@
 """A prompt process and a decoder for tests of KvCacheManager mode.
 
-The decoder is an engine of the test's own process, the prompt lives in a `Peer`. Both sides fill and check memory through
-`memory`, never through the library.
+The decoder is an engine of the test's own process, the prompt lives in a `Peer`. Both sides fill and check memory
+through `memory`, never through the library.
 """
 
 from __future__ import annotations
