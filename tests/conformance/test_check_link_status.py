@@ -82,7 +82,7 @@ def test_e123_during_a_pull(linked: tuple[Prompt, Decoder]) -> None:
 
 
 def test_e124_silent_peer(prompt: Prompt) -> None:
-    """E-124, S-141, S-183: a stopped prompt is silent, not dead: pulls go on, and so does the check once it runs again."""
+    """E-124, S-141, S-183: a stopped prompt is silent, not dead: pulls go on, and later so do checks."""
     decoder = Decoder(sync_kv_timeout=300)
     try:
         decoder.link(prompt)

@@ -171,7 +171,7 @@ def test_s202_failed_argument_checks(linked: tuple[Prompt, Decoder], records: Re
         lambda: blocks(BlocksCacheKey(1), cache, [0], []),
     ):
         records.take()
-        with pytest.raises(ValueError, match=".") as caught:
+        with pytest.raises(ValueError, match=r".") as caught:
             call()
         assert records.take(logging.ERROR) == [str(caught.value)]
     for call in (lambda: pull(None, cache), lambda: blocks(BlocksCacheKey(1), cache, [0], [0.5])):

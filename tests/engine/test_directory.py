@@ -183,10 +183,10 @@ def test_longest_free_entries_come_first(shared: SharedWindow) -> None:
 def test_arena_runs_out_with_an_error(shared: SharedWindow) -> None:
     owner = Directory(shared.window, INCARNATION)
     big = Record(2, 1, 0, 1, 2000, 1, 64, ((0, 0),) * 2000, ())
-    places = []
+    room = (NBYTES - owner.layout.arena) // ((7 + 4000 + 4) * 8)
+    places = [owner.write_record(big) for _ in range(room)]
     with pytest.raises(MemoryError, match="no room"):
-        for _ in range(100):
-            places.append(owner.write_record(big))
+        owner.write_record(big)
     owner.free_record(places[3], big)
     assert owner.write_record(big) == places[3]
 
@@ -221,11 +221,25 @@ def test_key_of_a_slot(shared: SharedWindow) -> None:
     assert reader.entry_of_slot(record, 1) is None
 
 
+def test_entry_read_before_its_records_room_was_used_again(shared: SharedWindow) -> None:
+    """A reader that still holds an entry never takes the record that came after for its own."""
+    owner = Directory(shared.window, INCARNATION)
+    reader = PeerDirectory(shared.window, INCARNATION)
+    former = Record(2, 1, 0, 1, 1, 1, 64, ((0, 0),), ())
+    at = owner.write_record(former)
+    entry = Entry(0, 4, at, 0, 0, 2)
+    assert reader.record(entry) == former
+    owner.retire_record(at, 2)
+    owner.free_record(at, former)
+    assert owner.write_record(Record(6, 2, 0, 1, 1, 1, 64, ((0, 64),), ())) == at
+    assert reader.record(entry) is None
+
+
 # ------------------------------------------------------------------ a writer in another process
 
 
 def test_reader_never_sees_a_mixed_record(shared: SharedWindow) -> None:
-    """Against a writer that publishes, withdraws and rebuilds without pause: right, absent, or Unreadable; never mixed."""
+    """Against a writer that publishes, withdraws and rebuilds without pause: right or absent, never mixed."""
     writer = subprocess.Popen(
         [sys.executable, directory_writer.__file__, str(shared.fd), str(NBYTES)],
         pass_fds=[shared.fd],
@@ -312,6 +326,34 @@ def test_full_index_ends(shared: SharedWindow) -> None:
     for i in range(owner.layout.largest_index):
         shared.word(owner.layout.index + i * 8).value = i << 32 | 1
     assert reader.find(Key(REQUEST, 1, 0), soon()) is None
+
+
+@pytest.mark.parametrize("offset", [0, 8, "arena - 8", "arena + 4", NBYTES, NBYTES + 8, 2**63, 2**64 - 8])
+def test_entry_that_points_elsewhere(shared: SharedWindow, offset: int | str) -> None:
+    """A record lies in the arena, at a multiple of 8, or the directory is Unreadable; by key and by slot."""
+    owner = Directory(shared.window, INCARNATION)
+    reader = PeerDirectory(shared.window, INCARNATION)
+    if isinstance(offset, str):
+        offset = owner.layout.arena + int(offset.removeprefix("arena").replace(" ", ""))
+    (number,) = owner.take_entries(1)
+    owner.publish(number, Key(REQUEST, 1, 0), Entry(number, 4, offset, 0, 0, 2))
+    with pytest.raises(Unreadable, match=str(offset)):
+        reader.find(Key(REQUEST, 1, 0), soon())
+    record = Record(2, 1, 0, 1, 1, 1, 64, ((0, 0),), ((number + 1, 4),))
+    with pytest.raises(Unreadable, match=str(offset)):
+        reader.entry_of_slot(record, 0)
+
+
+def test_slot_that_names_no_entry(shared: SharedWindow) -> None:
+    """An entry number beyond the table is never looked at."""
+    owner = Directory(shared.window, INCARNATION)
+    reader = PeerDirectory(shared.window, INCARNATION)
+    at = owner.layout.arena
+    for number in (owner.layout.entry_count + 1, 2**40, 2**64 - 1):
+        # What lies behind the table would pass for an entry.
+        words.write_entry(shared.window.address + at, 4, REQUEST, 1, 0, at, 0, 0, 2)
+        record = Record(2, 1, 0, 1, 1, 1, 64, ((0, 0),), ((number, 4),))
+        assert reader.entry_of_slot(record, 0) is None
 
 
 odd_values = st.sampled_from([0, 1, 2, 7, 8, 512, 2**16, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -54,14 +55,10 @@ def test_damaged_frames(frame: Frame, data: st.DataObject) -> None:
 @example(HEADER.pack(b"LDD1", 1, 1, 0, 5000, 0), b'{"a":' + b"9" * 5000 + b"}")
 @example(HEADER.pack(b"LDD1", 1, 1, 0, 60000, 0), b'{"a":' + b"[" * 59000)
 def test_garbage(header: bytes, payload: bytes) -> None:
-    try:
+    with contextlib.suppress(Malformed):
         size = payload_size(header)
         assert size <= MAX_FRAME
-        frame = decode(header, payload[:size])
-    except Malformed as error:
-        assert str(error)
-    else:
-        assert isinstance(frame.body, dict)
+        assert isinstance(decode(header, payload[:size]).body, dict)
 
 
 @pytest.mark.parametrize("nbytes", [MAX_FRAME + 1, 2**31, 2**32 - 1])
@@ -105,5 +102,5 @@ def test_fields_have_types(value: object, largest: int) -> None:
         if fine:
             assert read() == value
         else:
-            with pytest.raises(Malformed, match="field.*HELLO"):
+            with pytest.raises(Malformed, match=r"field.*HELLO"):
                 read()
