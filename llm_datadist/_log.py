@@ -18,7 +18,7 @@ FORMAT = (
 )
 
 #: Modules that only pass a message on: the interesting line is the one that called them.
-_PASSING_ON = frozenset({__name__, "llm_datadist._checks", "llm_datadist.status"})
+_PASSING_ON = frozenset({__name__, "llm_datadist._checks", "llm_datadist._manager", "llm_datadist.status"})
 
 _lock = threading.Lock()
 _logger: logging.Logger | None = None

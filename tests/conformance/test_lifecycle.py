@@ -150,11 +150,22 @@ CALLS: dict[str, Callable[[KvCacheManager, Any], object]] = {
     "get_cache_tensors": lambda manager, cache: manager.get_cache_tensors(cache),
     "pull_cache": lambda manager, cache: manager.pull_cache(CacheKey(1, 1), cache),
     "pull_blocks": lambda manager, cache: manager.pull_blocks(BlocksCacheKey(1), cache, [0], [0]),
+    "copy_cache": lambda manager, cache: manager.copy_cache(cache, cache),
+    "copy_blocks": lambda manager, cache: manager.copy_blocks(cache, {0: [1]}),
+    "swap_blocks": lambda manager, cache: manager.swap_blocks(cache, cache, {0: 1}),
+    "transfer_cache_async": lambda manager, cache: manager.transfer_cache_async(cache, None, []),
 }
 
 
 #: Arguments that a method must have, where that is not one.
-WANTED = {"pull_cache": 2, "pull_blocks": 4}
+WANTED = {
+    "pull_cache": 2,
+    "pull_blocks": 4,
+    "copy_cache": 2,
+    "copy_blocks": 2,
+    "swap_blocks": 3,
+    "transfer_cache_async": 3,
+}
 
 
 def test_e87_closed_manager() -> None:
