@@ -121,7 +121,9 @@ class Peer:
         """Send SIGSTOP and wait until every thread stands still, which takes the kernel a moment."""
         self.signal(signal.SIGSTOP)
         end = time.monotonic() + 10
-        while any(_state(f"/proc/{self.pid}/task/{thread}/stat") != "T" for thread in os.listdir(f"/proc/{self.pid}/task")):
+        while any(
+            _state(f"/proc/{self.pid}/task/{thread}/stat") != "T" for thread in os.listdir(f"/proc/{self.pid}/task")
+        ):
             assert time.monotonic() < end, f"process {self.pid} does not stop"
             time.sleep(0.001)
 
