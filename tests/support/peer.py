@@ -140,8 +140,9 @@ class Peer:
     def close(self) -> None:
         """End the process in any case."""
         if self.process.is_alive():
-            self.signal(signal.SIGCONT)
+            # It may have been killed a moment ago, and nobody has told us yet.
             with contextlib.suppress(OSError):
+                self.signal(signal.SIGCONT)
                 self.start("exit")
             self.process.join(10)
         if self.process.is_alive():
