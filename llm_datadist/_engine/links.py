@@ -154,6 +154,8 @@ class Links:
         self._accepting = 0
         self._one_call = threading.Lock()
         self._closing = False
+        #: Those that answer clients; some may have ended.
+        self._workers: set[threading.Thread] = set()
         self._handshakes: set[Channel] = set()
         self._handshake_ended = threading.Condition(self._lock)
 
@@ -199,7 +201,9 @@ class Links:
             self._paused = True
             for _, listener in self._listeners:
                 self._service.pause(listener)
-        threading.Thread(target=self._serve, args=(sock,), name="llm_datadist link", daemon=True).start()
+        worker = threading.Thread(target=self._serve, args=(sock,), name="llm_datadist link", daemon=True)
+        self._workers = {*filter(threading.Thread.is_alive, self._workers), worker}
+        worker.start()
 
     def _served(self) -> None:
         self._accepting -= 1
@@ -505,6 +509,8 @@ class Links:
             link.channel.send(frame, deadline_ns)
         except (Gone, TimedOut) as e:
             get_logger().warning("could not answer cluster %d: %s", link.cluster_id, e)
+            # Half a frame may have gone out, and a peer that does not read must not hold up the service thread again.
+            link.channel.hang_up()
 
     def _ask(self, link: Link, kind: Kind, deadline_ns: int) -> None:
         request = next(link.requests)
@@ -671,6 +677,8 @@ class Links:
                 channel.hang_up()
             self._handshake_ended.wait_for(lambda: not self._handshakes, control.remaining(deadline_ns))
             links = list(self._links.values())
+        for worker in list(self._workers):
+            worker.join(control.remaining(deadline_ns))
         for _, sock in self._listeners:
             self._service.release(sock)
         self._listeners.clear()

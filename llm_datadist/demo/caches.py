@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from llm_datadist import CacheDesc, DataType, KvCache
 from llm_datadist.demo.model import HEAD_SIZE, KV_HEADS, TENSORS, KvStore
+from llm_datadist.demo.reports import MAX_TOKENS
 
 __all__ = [
     "BULK_BLOCKS",
-    "MAX_TOKENS",
     "PAGED_BLOCKS",
     "ContiguousKv",
     "PagedKv",
@@ -32,7 +32,6 @@ __all__ = [
 
 Rows = npt.NDArray[np.float16]
 
-MAX_TOKENS = 512
 BLOCK_TOKENS = 16
 PAGED_BLOCKS = 2 * MAX_TOKENS // BLOCK_TOKENS
 BULK_TENSORS = 64

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import numpy as np
 
 from llm_datadist import KvCacheManager, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole, LLMStatusCode
-from llm_datadist.demo.alone import NEW_TOKENS, Answer
 from llm_datadist.demo.caches import (
     BULK_BLOCKS,
     PAGED_BLOCKS,
@@ -25,33 +23,12 @@ from llm_datadist.demo.caches import (
     views,
 )
 from llm_datadist.demo.model import HEAD_SIZE, KV_HEADS, TENSORS, KvStore, Model
-from llm_datadist.demo.names import BULK, LIMIT_S, PAGED, PROMPT_CLUSTER, PROMPT_IP, PROMPT_PORT, REQUEST
-from llm_datadist.demo.prompt import Offer
+from llm_datadist.demo.names import BULK, PAGED, PROMPT_CLUSTER, PROMPT_IP, PROMPT_PORT, REQUEST
+from llm_datadist.demo.reports import LIMIT_S, NEW_TOKENS, Answer, Offer, Pull, Report
 
-__all__ = ["Pull", "Report", "run"]
+__all__ = ["run"]
 
 _CLUSTER = 2
-
-
-@dataclass(frozen=True)
-class Pull:
-    """One pull of the text's keys and values, and what came of it."""
-
-    nbytes: int
-    seconds: float
-    answer: Answer
-
-
-@dataclass(frozen=True)
-class Report:
-    """All that the decoder measured."""
-
-    link_s: float
-    contiguous: Pull
-    paged: Pull
-    bulk_nbytes: int
-    bulk_s: float
-    bulk_equal: bool
 
 
 def run(connection: Connection, length: int, offer: Offer) -> None:

@@ -51,7 +51,8 @@ class Model:
         self._embedding = random.standard_normal((VOCABULARY, WIDTH), dtype=np.float32)
         self._layers = [
             {
-                "query": weights(WIDTH, WIDTH),
+                # Large, so that attention is sharp: what is written depends on single tokens, not on their mean.
+                "query": 4 * weights(WIDTH, WIDTH),
                 "key": weights(WIDTH, kv_width),
                 "value": weights(WIDTH, kv_width),
                 "output": weights(WIDTH, WIDTH),

@@ -1,8 +1,8 @@
-"""What prompt and decoder agree on beforehand: address, ids, keys, and how long anything may take."""
+"""What prompt and decoder agree on beforehand: address, cluster id and keys."""
 
 from llm_datadist import BlocksCacheKey, CacheKey
 
-__all__ = ["BULK", "LIMIT_S", "PAGED", "PROMPT_CLUSTER", "PROMPT_IP", "PROMPT_PORT", "REQUEST"]
+__all__ = ["BULK", "PAGED", "PROMPT_CLUSTER", "PROMPT_IP", "PROMPT_PORT", "REQUEST"]
 
 PROMPT_CLUSTER = 1
 # The address of a device on a real machine; on the simulator it is a name, and no network port is opened.
@@ -12,5 +12,3 @@ PROMPT_PORT = 26000
 REQUEST = CacheKey(PROMPT_CLUSTER, req_id=1)
 PAGED = BlocksCacheKey(PROMPT_CLUSTER, model_id=0)
 BULK = BlocksCacheKey(PROMPT_CLUSTER, model_id=1)
-
-LIMIT_S = 60

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from llm_datadist import KvCache, LLMConfig, LLMDataDist, LLMRole
@@ -19,20 +18,13 @@ from llm_datadist.demo.caches import (
     views,
 )
 from llm_datadist.demo.model import TENSORS, KvStore, Model
-from llm_datadist.demo.names import BULK, LIMIT_S, PAGED, PROMPT_CLUSTER, PROMPT_IP, PROMPT_PORT, REQUEST
+from llm_datadist.demo.names import BULK, PAGED, PROMPT_CLUSTER, PROMPT_IP, PROMPT_PORT, REQUEST
+from llm_datadist.demo.reports import LIMIT_S, Offer
 
-__all__ = ["Offer", "serve"]
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What the decoder must be told beside the keys: the first new token, and where the text's blocks are."""
-
-    first_token: int
-    blocks: list[int]
+__all__ = ["run"]
 
 
-def serve(connection: Connection, text: bytes) -> None:
+def run(connection: Connection, text: bytes) -> None:
     """Fill the caches, send the `Offer`, and keep the caches until the other end of the connection is closed."""
     config = LLMConfig()
     config.device_id = 0

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import TypeVar
 
-from llm_datadist.demo import alone, decoder, prompt
-from llm_datadist.demo.caches import MAX_TOKENS
-from llm_datadist.demo.names import LIMIT_S
+from llm_datadist.demo.reports import LIMIT_S, MAX_TOKENS, NEW_TOKENS, Answer, Offer, Report
 
 __all__ = ["MAX_TEXT_BYTES", "run"]
 
-MAX_TEXT_BYTES = MAX_TOKENS - alone.NEW_TOKENS
+MAX_TEXT_BYTES = MAX_TOKENS - NEW_TOKENS
 _STOP_S = 5
 
 _T = TypeVar("_T")
@@ -28,16 +28,21 @@ class _DemoError(Exception):
     """A process ended or kept silent."""
 
 
-class _Child:
-    """One process of the demo, and the connection over which it reports."""
+def _enter(name: str, *arguments: object) -> None:
+    importlib.import_module(f"llm_datadist.demo.{name}").run(*arguments)
 
-    def __init__(self, name: str, target: Callable[..., None], *arguments: object) -> None:
+
+class _Child:
+    """One process of the demo, named after its module, and the connection over which it reports."""
+
+    def __init__(self, name: str, *arguments: object) -> None:
         self.connection, theirs = multiprocessing.Pipe()
         self.process = multiprocessing.get_context("spawn").Process(
-            target=target, args=(theirs, *arguments), name=name, daemon=True
+            target=_enter, args=(name, theirs, *arguments), name=name, daemon=True
         )
         # Ctrl-C reaches every process of the terminal. Here it is this process alone that acts on it, so a child is
-        # started with the signal blocked; it learns of the end by its connection.
+        # started with the signal blocked; it learns of the end by its connection. That holds off Ctrl-C here meanwhile,
+        # because this process has one thread only: it leaves numpy to the others.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             self.process.start()
@@ -105,14 +110,16 @@ def run(text: bytes) -> int:
     os.environ["LLM_DATADIST_NAMESPACE"] = f"demo-{os.getpid()}-{time.monotonic_ns()}"
     # Sums in one order everywhere, so that two processes get the same bits.
     os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    # The helper process of multiprocessing; its start would unblock the signal that `_Child` blocks.
+    resource_tracker.ensure_running()
     try:
         with _children() as children:
-            children += [_Child("single", alone.run, text), _Child("prompt", prompt.serve, text)]
+            children += [_Child("single", text), _Child("prompt", text)]
             single, owner = children
-            expected = _receive(alone.Answer, single, [])
-            offer = _receive(prompt.Offer, owner, [])
-            children.append(_Child("decoder", decoder.run, len(text), offer))
-            report = _receive(decoder.Report, children[-1], [owner])
+            expected = _receive(Answer, single, [])
+            offer = _receive(Offer, owner, [])
+            children.append(_Child("decoder", len(text), offer))
+            report = _receive(Report, children[-1], [owner])
     except _DemoError as error:
         print(f"llm-datadist demo: {error}", file=sys.stderr)
         return 1
@@ -122,7 +129,7 @@ def run(text: bytes) -> int:
     return _show(text, expected, report)
 
 
-def _show(text: bytes, expected: alone.Answer, report: decoder.Report) -> int:
+def _show(text: bytes, expected: Answer, report: Report) -> int:
     print("A prompt process computes the KV cache of a text; a decoder process pulls it and goes on writing.")
     print("The weights are random, so what it writes is nonsense. What counts is that every bit agrees.\n")
     print(f"  text         {len(text)} tokens, {text[:60]!r}{'...' if len(text) > 60 else ''}")

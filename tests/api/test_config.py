@@ -231,7 +231,7 @@ def test_device_id_values():
 
 
 def test_sync_kv_timeout_values():
-    """E-15 to E-17."""
+    """E-15, E-16, E-17."""
     for bad in ("12a", "-5", "1.5", "", " 1", "\u0661", "0", 0, -1):
         param_invalid(sync_kv_timeout=bad)
     for bad in (2**31, "2147483648"):

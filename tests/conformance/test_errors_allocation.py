@@ -152,9 +152,7 @@ def test_e166_blocks_key_of_a_mix(make: Callable[..., KvCacheManager]) -> None:
         manager.allocate_blocks_cache(DESC, BlocksCacheKey(1))
 
 
-@pytest.mark.parametrize(
-    ("key", "word"), [(CacheKey(7, 10, 3), "req_id=10"), (CacheKey(7, NONE, 3, 5), "prefix_id=5")]
-)
+@pytest.mark.parametrize(("key", "word"), [(CacheKey(7, 10, 3), "req_id=10"), (CacheKey(7, NONE, 3, 5), "prefix_id=5")])
 def test_e167_key_is_bound_already(make: Callable[..., KvCacheManager], key: CacheKey, word: str) -> None:
     """E-167, S-15, S-13: a bound key is refused whatever its cluster id; the other keys of the call stay free."""
     manager = make()

@@ -233,9 +233,7 @@ def test_e221_default_layers_on_an_odd_total(scene: Scene) -> None:
     scene.prompt.allocate(desc, [CacheKey(1, 30)])
     cache = scene.decoder.allocate(desc)
     with refuses(PARAM_INVALID, "src_layer_range", "4", "3"):
-        scene.pull(
-            cache_key=CacheKey(1, 30), kv_cache=cache, src_layer_range=range(1, 2), dst_layer_range=range(1)
-        )
+        scene.pull(cache_key=CacheKey(1, 30), kv_cache=cache, src_layer_range=range(1, 2), dst_layer_range=range(1))
     scene.decoder.untouched(cache)
     scene.pull(cache_key=CacheKey(1, 30), kv_cache=cache, src_layer_range=range(1), dst_layer_range=range(1))
     scene.decoder.check(cache, {t: [(0, scene.prompt.expected(desc, t))] for t in range(2)})
@@ -249,9 +247,7 @@ def test_e205_e235_paged_caches_are_allowed(scene: Scene) -> None:
     by_id = CacheKeyByIdAndIndex(1, source.get("cache_id"), 5)
     scene.pull(cache_key=by_id, kv_cache=paged, batch_index=3)
     blocks = [scene.prompt.expected(bytes_desc(4, 8, 32), t, salt=1)[160:192] for t in range(4)]
-    scene.decoder.check(
-        paged, {t: [(64, scene.prompt.expected(SOURCE, t)[:32]), (96, blocks[t])] for t in range(4)}
-    )
+    scene.decoder.check(paged, {t: [(64, scene.prompt.expected(SOURCE, t)[:32]), (96, blocks[t])] for t in range(4)})
 
 
 def test_e228_local_cache_is_gone(scene: Scene) -> None:

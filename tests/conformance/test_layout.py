@@ -12,7 +12,7 @@ from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndInd
 
 
 def test_tensors_are_apart_and_aligned(decoder: Decoder) -> None:
-    """S-1, S-5, S-6: one allocation a tensor, at multiples of 512, and zero where memory is fresh."""
+    """S-1, S-5, S-6, S-210: one allocation a tensor, at multiples of 512, and zero where memory is fresh."""
     desc = CacheDesc(4, [2, 16], DataType.DT_FLOAT16)
     assert desc.size == 64
     cache = decoder.manager.allocate_cache(desc)

@@ -49,7 +49,7 @@ def check_pull(prompt: Prompt, decoder: Decoder, model: int = 0) -> None:
 @contextmanager
 def stopped(peer: Peer) -> Iterator[None]:
     """Keep a peer stopped during the block."""
-    peer.signal(signal.SIGSTOP)
+    peer.stop()
     try:
         yield
     finally:
@@ -168,7 +168,7 @@ def test_e101_one_link_call_at_a_time(prompt: Prompt, decoder: Decoder) -> None:
 
 
 def test_e102_e103_again(prompt: Prompt, decoder: Decoder) -> None:
-    """E-102, E-103, S-136, S-137: repeated and standing links are reported for their entry, and overall it is a success."""
+    """E-102, E-103, S-136, S-137: repeated and standing links are told of in their entry; overall a success."""
     again = prompt.info()
     repeat = Code.LLM_REPEAT_REQUEST
     assert decoder.dd.link_clusters((again, prompt.info(), again), 5000) == (OK, [OK, repeat, repeat])
@@ -205,7 +205,7 @@ def test_e105_link_runs_out_of_time(prompt: Prompt, decoder: Decoder) -> None:
 def test_e106_most_links(
     prompt: Prompt, decoder: Decoder, start_peer: Callable[[], Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """E-106, S-136: above the limit an entry is PARAM_INVALID; unlinking makes room. (The limit is lowered here.)"""
+    """E-106, S-136: above the limit an entry is PARAM_INVALID; unlinking makes room; the limit is lowered here."""
     from llm_datadist._engine import links
 
     assert links.LIMIT == 512
@@ -359,7 +359,7 @@ def test_e112_unlink_during_a_pull(linked: tuple[Prompt, Decoder], force: bool) 
 
 
 def test_e113_peer_could_not_be_told(linked: tuple[Prompt, Decoder]) -> None:
-    """E-113: a silent peer: this end is removed, the result says that the other is not; a forced unlink needs no peer."""
+    """E-113: a silent peer: this end is removed, and the result tells of the other; force needs no peer."""
     prompt, decoder = linked
     with stopped(prompt.peer):
         start = time.monotonic()
@@ -376,7 +376,7 @@ def test_e113_peer_could_not_be_told(linked: tuple[Prompt, Decoder]) -> None:
 
 @pytest.mark.parametrize("force", [False, True])
 def test_e114_unlink_without_addresses(linked: tuple[Prompt, Decoder], force: bool) -> None:
-    """E-114, S-146: programs unlink by the cluster id alone, from either side; more remote addresses than one are wrong."""
+    """E-114, S-146: programs unlink by the cluster id alone, from either side; two remote addresses are wrong."""
     prompt, decoder = linked
     many = info(1, ["10.0.0.9"] * 2, prompt.addresses * 2)
     assert decoder.dd.unlink_clusters([many], 500, force) == (Code.LLM_PARAM_INVALID, [])

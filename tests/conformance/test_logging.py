@@ -117,7 +117,9 @@ def test_s202_operations_of_a_prompt(records: Records) -> None:
         number = blocks.cache_id
         del blocks
         manager.allocate_cache(DESC)
-        assert any(f"cache {number}" in text and "collected" in text for text in records.take()), "automatic deallocation"
+        assert any(f"cache {number}" in text and "collected" in text for text in records.take()), (
+            "automatic deallocation"
+        )
     finally:
         dd.finalize()
     assert records.take()
@@ -169,7 +171,7 @@ def test_s202_failed_argument_checks(linked: tuple[Prompt, Decoder], records: Re
         lambda: blocks(BlocksCacheKey(1), cache, [0], []),
     ):
         records.take()
-        with pytest.raises(ValueError, match=".") as caught:
+        with pytest.raises(ValueError, match=r".") as caught:
             call()
         assert records.take(logging.ERROR) == [str(caught.value)]
     for call in (lambda: pull(None, cache), lambda: blocks(BlocksCacheKey(1), cache, [0], [0.5])):

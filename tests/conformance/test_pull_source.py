@@ -99,11 +99,11 @@ def test_a_cache_found_before_is_looked_up_again(linked: tuple[Prompt, Decoder])
     """S-37: a prefix or blocks key that is bound anew leads to its new cache at once."""
     prompt, decoder = linked
     prefix, blocks = CacheKey(1, ABSENT, 0, 5), BlocksCacheKey(1, 0)
+    cache = decoder.allocate(DESC)
     for salt in range(4):
         desc = bytes_desc(2, 4 + salt, 16)
         source = prompt.allocate(desc, [CacheKey(1, 1000 + salt), prefix], salt=salt)
         paged = prompt.allocate_blocks(desc, blocks, salt=salt + 100)
-        cache = decoder.allocate(DESC)
         for _ in range(2):
             decoder.manager.pull_cache(prefix, cache, 2)
             decoder.manager.pull_blocks(blocks, cache, [3], [0])

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from llm_datadist.demo.caches import (
-    MAX_TOKENS,
     PAGED_BLOCKS,
     ContiguousKv,
     PagedKv,
@@ -20,6 +19,7 @@ from llm_datadist.demo.caches import (
     scattered,
 )
 from llm_datadist.demo.model import LAYERS, TENSORS, Model
+from llm_datadist.demo.reports import MAX_TOKENS
 
 TEXT = list("Räder müssen rollen".encode())
 

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from llm_datadist.demo.caches import ContiguousKv, contiguous_desc, digest, plain
 from llm_datadist.demo.model import Model
+from llm_datadist.demo.reports import NEW_TOKENS, Answer
 
-__all__ = ["NEW_TOKENS", "Answer", "run"]
-
-NEW_TOKENS = 24
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The digest of the prompt's keys and values, and the tokens that follow the text."""
-
-    kv: str
-    tokens: list[int]
+__all__ = ["run"]
 
 
 def run(connection: Connection, text: bytes) -> None:
