@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
+import json
 import mmap
 import os
 import time
@@ -23,6 +24,7 @@ from llm_datadist.backends.simulator import registered
 from llm_datadist.backends.simulator.backend import SimulatorBackend
 from llm_datadist.backends.simulator.endpoint import BY_PROCESS, MAPPED, SimulatorEndpoint
 from llm_datadist.backends.simulator.faults import Faults
+from llm_datadist.backends.simulator.intervals import Intervals
 from llm_datadist.backends.simulator.registered import REGISTERED
 
 MIB = 1 << 20
@@ -39,6 +41,19 @@ def in_ns(seconds: float) -> int:
 
 def one(source: int, destination: int, nbytes: int) -> Plan:
     return Plan(Bases([source], [destination]), span_runs(0, 0, nbytes))
+
+
+def count_looks(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Give a list that grows with each look at /proc/self/maps."""
+    looks: list[None] = []
+    maps = registered._maps
+
+    def look() -> tuple[Intervals, Intervals]:
+        looks.append(None)
+        return maps()
+
+    monkeypatch.setattr(registered, "_maps", look)
+    return looks
 
 
 def raises(kind: Failure, text: str, call: Callable[..., object], *args: Any, **kwargs: Any) -> None:
@@ -161,9 +176,11 @@ def test_forbidden_reads_are_told_with_the_remedy(owner: Any, make_backend: Make
 
 
 def test_another_process_than_the_exports_is_not_read(owner: Any, make_backend: MakeBackend) -> None:
-    """As after a reused process id, or one of another pid namespace."""
+    """As after a reused process id: something can be read at the nonce's address, but it is not the nonce."""
     strange = dataclasses.replace(owner.pair, pid=os.getpid())
-    endpoint = make_backend().connect(owner.export, strange, in_ns(SECONDS))
+    described = {**json.loads(owner.export.data), "nonce_address": PATTERN.ctypes.data}
+    export = dataclasses.replace(owner.export, data=json.dumps(described).encode())
+    endpoint = make_backend().connect(export, strange, in_ns(SECONDS))
     assert not endpoint.by_process
     endpoint.close()
 
@@ -223,9 +240,7 @@ def test_neighbours_in_the_list_of_mappings_are_joined(make_backend: MakeBackend
 
 
 def test_registering_costs_one_look(make_backend: MakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = []
-    maps = registered._maps
-    monkeypatch.setattr(registered, "_maps", lambda: looks.append(1) or maps())
+    looks = count_looks(monkeypatch)
     backend = make_backend()
     backend.register(0, PATTERN.ctypes.data, PATTERN.nbytes, MemoryKind.HOST)
     assert len(looks) == 1
@@ -319,6 +334,9 @@ def test_ordered_copy_reads_what_it_wrote(pool: tuple[SimulatorBackend, Region])
     runs = block_runs(indices([1, 0], "source"), indices([0, 2], "destination"), 3, 3, 100)
     backend.copy(Plan(Bases([region.address], [region.address]), runs), ordered=True)
     assert ctypes.string_at(region.address, 300) == 3 * PATTERN[:100].tobytes()
+    backend.copy(one(PATTERN.ctypes.data, region.address, PATTERN.nbytes), ordered=True)
+    backend.copy(one(region.address, region.address + 100, PATTERN.nbytes), ordered=True)
+    assert ctypes.string_at(region.address + 100, PATTERN.nbytes) == PATTERN.tobytes()
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -337,9 +355,7 @@ def test_s211_local_copy_of_an_address_without_memory_fails(
 
 def test_known_memory_is_looked_up_once(pool: tuple[SimulatorBackend, Region], monkeypatch: pytest.MonkeyPatch) -> None:
     backend, region = pool
-    looks = []
-    maps = registered._maps
-    monkeypatch.setattr(registered, "_maps", lambda: looks.append(1) or maps())
+    looks = count_looks(monkeypatch)
     monkeypatch.setattr(process, "transfer", None)
     here = np.zeros(1000, np.uint8)
     backend.copy(one(region.address, region.address + 5000, 1000), ordered=False)

@@ -169,9 +169,7 @@ def test_b12_heads_of_two_prompts(peer: Any, start_peer: Any, decoder: Decoder) 
     cache = decoder.allocate(bytes_desc(4, 1, 2 * HEAD))
     for half, prompt in enumerate(prompts):
         decoder.manager.pull_cache(CacheKey(prompt.cluster_id, 1), cache, 0, HEAD, dst_cache_offset=half * HEAD)
-    decoder.check(
-        cache, {t: [(half * HEAD, p.expected(desc, t)) for half, p in enumerate(prompts)] for t in range(4)}
-    )
+    decoder.check(cache, {t: [(half * HEAD, p.expected(desc, t)) for half, p in enumerate(prompts)] for t in range(4)})
 
 
 def test_b12_unlike_ranks_by_mistake(linked: tuple[Prompt, Decoder]) -> None:
@@ -199,7 +197,9 @@ def test_b13_one_tensor_a_layer(linked: tuple[Prompt, Decoder]) -> None:
     block = slice(3 * 576, 4 * 576)
     decoder.check(cache, {i: [(4 * 576, prompt.expected(desc, 58 + i)[block])] for i in range(3)})
     with failure(INVALID, "61"):
-        decoder.manager.pull_blocks(KEY, cache, [3], [4], src_layer_range=range(59, 62), dst_layer_range=range(3), **one)
+        decoder.manager.pull_blocks(
+            KEY, cache, [3], [4], src_layer_range=range(59, 62), dst_layer_range=range(3), **one
+        )
 
 
 def test_b13_odd_total_with_two_a_layer(linked: tuple[Prompt, Decoder]) -> None:

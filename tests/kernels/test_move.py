@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def moved(plan: Plan, memory: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    result = memory.copy()
+    result: npt.NDArray[np.uint8] = memory.copy()
     for source, destination in plan.bases.tolist():
         for from_offset, to_offset, nbytes in plan.runs.tolist():
             at, to = (base - memory.ctypes.data for base in (source + from_offset, destination + to_offset))

@@ -272,6 +272,16 @@ def test_torn_and_gone_win_over_an_address_that_failed(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
+def test_a_failure_ends_the_work(scene: Scene, threads: int) -> None:
+    pairs = 100_000
+    bases = Bases([8] + [scene.source.ctypes.data] * pairs, [scene.destination.ctypes.data] * (pairs + 1))
+    begin = time.monotonic()
+    with pytest.raises(OSError, match="reading 0x8 "):
+        scene.run(Plan(bases, span_runs(0, 0, 8 * MIB)), in_ns(20), threads)
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("threads", [1, 2])
 def test_signals_are_seen(scene: Scene, threads: int) -> None:
     class Alarm(Exception):
         pass

@@ -69,9 +69,10 @@ def test_prompt_is_killed_before_a_pull(start_quick: Start, other: Prompt, child
     prompt = Prompt(doomed)
     prompt.allocate(DESC, [CacheKey(1, 10)])
     decoder = Decoder(**LONG)
-    child_pid = doomed.make(f"inside:{child}") if child else None
+    child_pid = 0
     try:
         decoder.link(prompt, other)
+        child_pid = doomed.make(f"inside:{child}") if child else 0
         cache = decoder.allocate(DESC)
         decoder.manager.pull_cache(CacheKey(1, 10), cache, 0, dst_cache_offset=0)
         decoder.prefill(cache)
@@ -99,9 +100,10 @@ def test_prompt_is_killed_during_a_pull(start_quick: Start, other: Prompt, child
     prompt = Prompt(doomed)
     prompt.allocate(BIG, [CacheKey(1, 10)])
     decoder = Decoder(**LONG)
-    child_pid = doomed.make(f"inside:{child}") if child else None
+    child_pid = 0
     try:
         decoder.link(prompt, other)
+        child_pid = doomed.make(f"inside:{child}") if child else 0
         cache = decoder.allocate(BIG)
         faults = inside.inject(decoder.dd, stall_at_byte=1 << 20)
         thread, outcome = in_thread(lambda: decoder.manager.pull_cache(CacheKey(1, 10), cache))

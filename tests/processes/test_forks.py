@@ -97,7 +97,9 @@ def test_child_makes_its_own(parent: Parent, end: str) -> None:
 
 def test_grandchild_makes_its_own(parent: Parent) -> None:
     """B28: forks of forks are no different."""
-    outcome = parent.in_child("in_child", "leave_at_once", "start_own", "leave_with_hooks", parent.prompt.info(), KEY, DESC)
+    outcome = parent.in_child(
+        "in_child", "leave_at_once", "start_own", "leave_with_hooks", parent.prompt.info(), KEY, DESC
+    )
     assert outcome == {"value": {"value": 7, "exit": 0}, "exit": 0}
     parent.check()
 

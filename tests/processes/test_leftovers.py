@@ -61,7 +61,13 @@ def test_memory_goes_back_at_finalize(linked: tuple[Prompt, Decoder]) -> None:
 
 @pytest.mark.parametrize(
     "last",
-    ["", "raise SystemExit(0)", "dd.finalize()", "import threading; threading.Thread(target=dd.finalize).start()", "del dd"],
+    [
+        "",
+        "raise SystemExit(0)",
+        "dd.finalize()",
+        "import threading; threading.Thread(target=dd.finalize).start()",
+        "del dd",
+    ],
 )
 def test_exit_of_the_interpreter(last: str) -> None:
     """S-174: a program may just end; it is quiet and quick, and its name is free."""

@@ -83,9 +83,7 @@ def test_100_decoders_on_one_prompt(start_quick: Callable[[], Peer], prompt: Pro
         peer.start("make", "inside:many_pull", prompt.info(), key, DESC)
     for peer in peers:
         assert set(peer.answer()) == {7}
-    traces.wait_until(
-        lambda: traces.of(prompt.peer.pid)["thread"] <= before["thread"], "the end of the link workers"
-    )
+    traces.wait_until(lambda: traces.of(prompt.peer.pid)["thread"] <= before["thread"], "the end of the link workers")
     peers[0].kill()
     peers[1].make("inside:many_end")
     traces.wait_for(prompt.peer.pid, before)

@@ -39,7 +39,7 @@ def restart(peer: Peer, former: Prompt) -> Prompt:
 
 @pytest.mark.parametrize("unlink", [False, True])
 def test_prompt_is_killed_and_started_again(start_quick: Callable[[], Peer], unlink: bool) -> None:
-    """S-183, B07, B19: 20 times in all; without a new link an error, with it the new incarnation's bytes, without a wait."""
+    """S-183, B07, B19: 20 times in all; without a new link an error, with it the new bytes, without a wait."""
     prompt = Prompt(start_quick())
     decoder = Decoder()
     try:
@@ -52,9 +52,7 @@ def test_prompt_is_killed_and_started_again(start_quick: Callable[[], Peer], unl
             decoder.link(prompt)
             decoder.prefill(cache)
             decoder.manager.pull_blocks(key, cache, [3], [0])
-            decoder.check(
-                cache, {t: [(0, prompt.expected(desc, t, salt=salt)[3 * 4096 : 4 * 4096])] for t in range(2)}
-            )
+            decoder.check(cache, {t: [(0, prompt.expected(desc, t, salt=salt)[3 * 4096 : 4 * 4096])] for t in range(2)})
             if desc.shape[0] == 4:
                 with failure(LLMStatusCode.LLM_PARAM_INVALID, "4"):
                     decoder.manager.pull_blocks(key, cache, [7], [0])
@@ -130,7 +128,7 @@ def test_init_and_finalize_dozens_of_times() -> None:
             manager.allocate_cache(DESC)
         assert not manager.is_initialized()
         first = first or traces.of(os.getpid())
-        assert traces.of(os.getpid()) == first
+        traces.wait_for(os.getpid(), first)
 
 
 def test_finalize_against_pulls(peer: Peer, decoder: Decoder) -> None:
@@ -153,7 +151,8 @@ def test_finalize_against_pulls(peer: Peer, decoder: Decoder) -> None:
                 decoder.manager.pull_cache(key, cache, 0, dst_cache_offset=0)
                 good += 1
         except LLMException as e:
-            assert e.status_code in (NOT_LINKED, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST), e
+            if e.status_code not in (NOT_LINKED, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+                raise
             broken += e.status_code == NOT_LINKED
     peer.answer()
     assert good

@@ -32,10 +32,7 @@ def test_pulls_from_a_stopped_prompt_go_on(start_quick: Callable[[], Peer]) -> N
         decoder.manager.pull_blocks(BlocksCacheKey(1, 0), cache, [3], [1])
         decoder.check(
             cache,
-            {
-                t: [(0, prompt.expected(DESC, t)[:8192]), (8192, prompt.expected(DESC, t)[3 * 8192 :])]
-                for t in range(2)
-            },
+            {t: [(0, prompt.expected(DESC, t)[:8192]), (8192, prompt.expected(DESC, t)[3 * 8192 :])] for t in range(2)},
         )
         with failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
             decoder.manager.pull_cache(CacheKey(1, 10), cache, 0)

@@ -121,7 +121,9 @@ class Peer:
         """Send SIGSTOP and wait until every thread stands still, which takes the kernel a moment."""
         self.signal(signal.SIGSTOP)
         end = time.monotonic() + 10
-        while any(_state(f"/proc/{self.pid}/task/{thread}/stat") != "T" for thread in os.listdir(f"/proc/{self.pid}/task")):
+        while any(
+            _state(f"/proc/{self.pid}/task/{thread}/stat") != "T" for thread in os.listdir(f"/proc/{self.pid}/task")
+        ):
             assert time.monotonic() < end, f"process {self.pid} does not stop"
             time.sleep(0.001)
 
@@ -138,8 +140,9 @@ class Peer:
     def close(self) -> None:
         """End the process in any case."""
         if self.process.is_alive():
-            self.signal(signal.SIGCONT)
+            # It may have been killed a moment ago, and nobody has told us yet.
             with contextlib.suppress(OSError):
+                self.signal(signal.SIGCONT)
                 self.start("exit")
             self.process.join(10)
         if self.process.is_alive():

@@ -42,5 +42,7 @@ def wait_for(pid: int, expected: Counter[str]) -> None:
     """Wait until a process holds exactly this: threads take a moment to end."""
     end = time.monotonic() + 5
     while (found := of(pid)) != expected:
-        assert time.monotonic() < end, f"process {pid} holds too much: {found - expected}, too little: {expected - found}"
+        assert time.monotonic() < end, (
+            f"process {pid} holds too much: {found - expected}, too little: {expected - found}"
+        )
         time.sleep(0.002)
