@@ -243,8 +243,8 @@ class Links:
             for _, listener in self._listeners:
                 self._service.pause(listener)
         worker = threading.Thread(target=self._serve, args=(sock,), name="llm_datadist link", daemon=True)
-        self._workers = {*filter(threading.Thread.is_alive, self._workers), worker}
         worker.start()
+        self._workers = {*filter(threading.Thread.is_alive, self._workers), worker}
 
     def _served(self) -> None:
         self._accepting -= 1

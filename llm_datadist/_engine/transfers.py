@@ -348,7 +348,7 @@ class Transfers:
 def check_index(name: str, index: int, count: int, of: str) -> None:
     """Check an index against a count."""
     if index >= count:
-        raise ParamInvalid(f"{name} {index} is out of range, allowed are 0 to {count - 1}, {of}")
+        raise ParamInvalid(f"{name} {index} is not below {count}, allowed are 0 to {count - 1}, {of}")
 
 
 def check_equal_blocks(source: int, destination: int) -> None:
