@@ -118,6 +118,10 @@ new_capsule = ctypes.pythonapi.PyCapsule_New
 new_capsule.restype, new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, DESTRUCTOR)
 
 
+#: An exception's frames can hold a capsule for longer than its tensor, and the capsule's end calls into the tensor.
+_producers: list[Tensor] = []
+
+
 class Tensor:
     """A bfloat16 tensor that only speaks DLPack."""
 
@@ -127,6 +131,7 @@ class Tensor:
         self.freed = 0
         self.error: str | None = None
         self._destructor = DESTRUCTOR(self._free)
+        _producers.append(self)
         self._shape = (ctypes.c_int64 * len(shape))(*shape)
         self._strides = None if strides is None else (ctypes.c_int64 * len(strides))(*strides)
         self._managed = Managed(
