@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from conftest_support import open_things
-from llm_datadist.backends.simulator.backend import SimulatorBackend
 from pairs import Decoder, Prompt, bytes_desc, cluster_info, options
 from refusals import PARAM_INVALID, refuses
 
@@ -26,6 +25,7 @@ from llm_datadist import (
     LLMRole,
     LLMStatusCode,
 )
+from llm_datadist.backends.simulator.backend import SimulatorBackend
 
 FAILED = LLMStatusCode.LLM_FAILED
 FINALIZED = LLMStatusCode.LLM_ENGINE_FINALIZED
