@@ -603,24 +603,35 @@ class Links:
         if not link.usable():
             raise self.not_linked(cluster_id, link)
         deadline_ns = time.monotonic_ns() + timeout_ms * 10**6
-        with self.exclusive(link, deadline_ns):
-            try:
-                self._ask(link, Kind.PING, deadline_ns)
-            except TimedOut as e:
-                raise LLMException(
-                    f"cluster {cluster_id} gave no sign of life within {timeout_ms} ms",
-                    status_code=codes.timeout_code(self.terms.cache_manager),
-                ) from e
-            except Gone as e:
-                link.break_(f"{e} (peer gone)")
-                raise self.not_linked(cluster_id, link) from e
+        self.acquire(link, deadline_ns)
+        try:
+            self._ask(link, Kind.PING, deadline_ns)
+        except TimedOut as e:
+            raise LLMException(
+                f"cluster {cluster_id} gave no sign of life within {timeout_ms} ms",
+                status_code=codes.timeout_code(self.terms.cache_manager),
+            ) from e
+        except Gone as e:
+            link.break_(f"{e} (peer gone)")
+            raise self.not_linked(cluster_id, link) from e
+        finally:
+            self.release(link)
 
-    def exclusive(self, link: Link, deadline_ns: int) -> _Exclusive:
-        """Hold a link for one operation.
+    def acquire(self, link: Link, deadline_ns: int) -> None:
+        """Take a link for one operation; `release` must follow.
 
         In KvCacheManager mode another operation on it is LINK_BUSY; in CacheManager mode it is waited for.
         """
-        return _Exclusive(self, link, deadline_ns)
+        if not link.lock.acquire(blocking=False):
+            wait = self.terms.cache_manager
+            if not (wait and link.lock.acquire(timeout=control.remaining(deadline_ns))):
+                raise LLMException(
+                    f"the link with cluster {link.cluster_id} is in use by another operation",
+                    status_code=LLMStatusCode.LLM_TIMEOUT if wait else LLMStatusCode.LLM_LINK_BUSY,
+                )
+        if link.state is not State.READY:
+            self.release(link)
+            raise self.not_linked(link.cluster_id, link)
 
     def release(self, link: Link) -> None:
         """End the operation that held the link; if the link went meanwhile, let its memory go."""
@@ -822,31 +833,6 @@ def _has_ended(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
-
-
-class _Exclusive:
-    """Holds a link during one operation."""
-
-    __slots__ = ("_deadline_ns", "_link", "_links")
-
-    def __init__(self, links: Links, link: Link, deadline_ns: int) -> None:
-        self._links, self._link, self._deadline_ns = links, link, deadline_ns
-
-    def __enter__(self) -> Link:
-        if not self._link.lock.acquire(blocking=False):
-            wait = self._links.terms.cache_manager
-            if not (wait and self._link.lock.acquire(timeout=control.remaining(self._deadline_ns))):
-                raise LLMException(
-                    f"the link with cluster {self._link.cluster_id} is in use by another operation",
-                    status_code=LLMStatusCode.LLM_TIMEOUT if wait else LLMStatusCode.LLM_LINK_BUSY,
-                )
-        if self._link.state is not State.READY:
-            self._links.release(self._link)
-            raise self._links.not_linked(self._link.cluster_id, self._link)
-        return self._link
-
-    def __exit__(self, *_: object) -> None:
-        self._links.release(self._link)
 
 
 def close_all(fds: Sequence[int]) -> None:
