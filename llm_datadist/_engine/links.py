@@ -37,8 +37,10 @@ __all__ = ["Link", "LinkRequest", "Links", "Terms"]
 
 WORKERS = 16
 LIMIT = 512
-#: What a server grants a client that names no limit, and the most it grants at all.
+#: The most that a server grants a client for a handshake, whatever limit that names.
 HANDSHAKE_NS = 60 * 10**9
+#: A client that has connected greets at once; silent ones must not keep the workers for long.
+HELLO_NS = 5 * 10**9
 REMEMBERED = 1024
 
 
@@ -286,7 +288,7 @@ class Links:
                 self._handshake_ended.notify_all()
 
     def _answer(self, channel: Channel) -> None:
-        frame, fds = channel.receive(time.monotonic_ns() + HANDSHAKE_NS)
+        frame, fds = channel.receive(time.monotonic_ns() + HELLO_NS)
         try:
             if frame.kind is not Kind.HELLO:
                 raise Malformed(f"the first frame is {frame.kind.name}, expected HELLO")
