@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from llm_datadist._engine.directory import MAX_LINKS, PAGE, Entry, Layout
+from llm_datadist._engine.directory import MAX_LINKS, PAGE, Entry, Layout, Unreadable
 from llm_datadist._engine.space import Space
 from llm_datadist._kernels import words
 from llm_datadist.backend import Window
@@ -70,6 +70,8 @@ class PeerBoard:
         self._entry_count = directory.entry_count
         self._tags_at = SPENT_AT + directory.entry_count * 8
         self._nbytes = window.nbytes
+        if self._nbytes < self._tags_at:
+            raise Unreadable(f"the peer's board has {window.nbytes} bytes, its directory needs {self._tags_at}")
 
     def pin(self, slot: int, generation: int) -> None:
         """Say that I write into the memory of this generation, before I look whether it is still there."""
