@@ -49,9 +49,9 @@ class Board:
         """Give the link slots whose peers are writing into the memory of this generation."""
         return words.pinned(self._base + PINS_AT, MAX_LINKS, generation)
 
-    def is_pinned(self, slot: int) -> bool:
-        """Say whether the peer of a link slot is writing into any memory."""
-        return words.load(self._base + PINS_AT + slot * 16) != 0
+    def pin(self, slot: int) -> int:
+        """Give the generation of the memory that the peer of a link slot is writing into, or 0."""
+        return words.load(self._base + PINS_AT + slot * 16)
 
     def unpin(self, slot: int) -> None:
         """Clear the pin of a link slot before its next peer gets it."""

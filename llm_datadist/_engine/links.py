@@ -765,7 +765,7 @@ class Links:
     def _sweep(self) -> None:
         """Give slots back whose last peer has unpinned or ended since. Under the lock."""
         for slot, pidfd in list(self._lingering.items()):
-            if not self._board.is_pinned(slot) or _has_ended(pidfd):
+            if not self._board.pin(slot) or _has_ended(pidfd):
                 del self._lingering[slot]
                 if pidfd >= 0:
                     os.close(pidfd)
@@ -787,7 +787,7 @@ class Links:
             if slot < 0:
                 return
             self._directory.close_link(slot)
-            if self._board.is_pinned(slot) and not _has_ended(link.channel.pidfd):
+            if self._board.pin(slot) and not _has_ended(link.channel.pidfd):
                 self._lingering[slot] = os.dup(link.channel.pidfd) if link.channel.pidfd >= 0 else -1
             else:
                 self._slots.append(slot)
