@@ -216,7 +216,7 @@ def test_own_listener(both: Member) -> None:
 
 
 def test_push_over_the_own_listener() -> None:
-    """S-130, S-105: bytes of a self-link really move."""
+    """S-130: bytes of a self-link really move."""
     member = Member(2, enable_remote_cache_accessible=True)
     try:
         member.link(member)
@@ -295,7 +295,7 @@ def test_e105_out_of_time(server: Member, client: Member) -> None:
 
 @pytest.mark.parametrize("server_has_it", [False, True])
 def test_e107_remote_access_differs(peer: Peer, server_has_it: bool) -> None:
-    """E-107, S-114: both sides need the same setting."""
+    """E-107: both sides need the same setting."""
     server = Member(1, peer, enable_remote_cache_accessible=server_has_it)
     client = Member(2, listen=False, enable_remote_cache_accessible=not server_has_it)
     try:

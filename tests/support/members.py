@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import inside
 import memory
 import pairs
 from peer import Peer
@@ -30,7 +31,30 @@ def options(listen: str | None = None, **extra: Any) -> dict[str, str]:
     return pairs.options(listen, **{"enable_cache_manager": True, "mem_pool_cfg": POOL, **extra})
 
 
-class Member:
+class Far:
+    """Names a member wherever it lives, to link to it and to pull from it."""
+
+    desc, salt = DESC, 0
+
+    def __init__(self, cluster_id: int, address: str = "") -> None:
+        self.cluster_id, self.address = cluster_id, address
+
+    def info(self, local: str = "192.168.0.9") -> LLMClusterInfo:
+        """Describe it for `link_clusters`."""
+        return pairs.cluster_info(self.cluster_id, [self.address], local)
+
+    def bare(self) -> LLMClusterInfo:
+        """Describe it by its id alone."""
+        info = LLMClusterInfo()
+        info.remote_cluster_id = self.cluster_id
+        return info
+
+    def expected(self, tensor: int) -> bytes:
+        """Give the bytes of a tensor of its source."""
+        return memory.pattern(self.cluster_id, tensor, self.desc.size, self.salt)
+
+
+class Member(Far):
     """One engine; without a peer it is this process's."""
 
     def __init__(
@@ -44,8 +68,8 @@ class Member:
         salt: int = 0,
         **extra: Any,
     ) -> None:
-        self.cluster_id, self.peer, self.desc, self.salt = cluster_id, peer, desc, salt
-        self.address = listen if isinstance(listen, str) else f"10.0.{cluster_id % 250}.1:{next(_ports)}"
+        super().__init__(cluster_id, listen if isinstance(listen, str) else f"10.0.{cluster_id % 250}.1:{next(_ports)}")
+        self.peer, self.desc, self.salt = peer, desc, salt
         self.options = options(self.address if listen else None, **extra)
         self.dd: Any = self.run("llm_datadist:LLMDataDist", role, cluster_id)
         self.start()
@@ -70,31 +94,17 @@ class Member:
         """Read an attribute of an object where this member lives."""
         return getattr(held, name) if self.peer is None else held.get(name)
 
-    def expected(self, tensor: int) -> bytes:
-        """Give the bytes of a tensor of this member's source."""
-        return memory.pattern(self.cluster_id, tensor, self.desc.size, self.salt)
-
-    def info(self, local: str = "192.168.0.9") -> LLMClusterInfo:
-        """Describe this member for `link_clusters`."""
-        return pairs.cluster_info(self.cluster_id, [self.address], local)
-
-    def bare(self) -> LLMClusterInfo:
-        """Describe this member by its id alone."""
-        info = LLMClusterInfo()
-        info.remote_cluster_id = self.cluster_id
-        return info
-
-    def link(self, *others: Member, timeout: int = 5000) -> None:
+    def link(self, *others: Far, timeout: int = 5000) -> None:
         """Link to others, which must succeed."""
         result = self.dd.link_clusters([other.info(f"192.168.0.{self.cluster_id % 250}") for other in others], timeout)
         assert result == (OK, [OK] * len(others))
 
-    def unlink(self, *others: Member, force: bool = False) -> None:
+    def unlink(self, *others: Far, force: bool = False) -> None:
         """Unlink others by their ids, which must succeed."""
         result = self.dd.unlink_clusters([other.bare() for other in others], 5000, force)
         assert result == (OK, [OK] * len(others))
 
-    def pull(self, other: Member) -> None:
+    def pull(self, other: Far) -> None:
         """Pull all that another member has, and check every byte; nothing is written if it raises."""
         addresses = self.get(self.room, "tensor_addrs")
         before = bytes([pairs.PREFILL]) * self.desc.size
@@ -115,8 +125,70 @@ class Member:
         self.dd.finalize()
 
 
-def end(members: Sequence[Member]) -> None:
-    """End engines whose processes live."""
-    for member in members:
-        if member.peer is None or member.peer.process.is_alive():
-            member.finalize()
+_crowd: list[Member] = []
+
+
+def crowd(first: int, count: int) -> list[tuple[int, str]]:
+    """Start many engines in this process, which the one-instance rule of the facade does not allow; name them."""
+    for cluster_id in range(first, first + count):
+        _crowd.append(Member(cluster_id, listen=f"10.1.{cluster_id // 250}.{cluster_id % 250}:26000"))
+        LLMDataDist.llm_engine_instance = None
+    return [(member.cluster_id, member.address) for member in _crowd[-count:]]
+
+
+def end_crowd() -> None:
+    """End the many."""
+    while _crowd:
+        _crowd.pop().finalize()
+
+
+def work(member: Member, others: Sequence[tuple[int, str]], rounds: int) -> None:
+    """Link to others and pull from each of them again and again, all bytes checked."""
+    peers = [Far(*other) for other in others]
+    member.link(*peers)
+    for _ in range(rounds):
+        for peer in peers:
+            member.pull(peer)
+
+
+_mine: list[Member] = []
+
+
+def make_mine(cluster_id: int, **extra: Any) -> str:
+    """Make a member that stays in this process, and is finalized by the fixture; give its address."""
+    _mine[:] = [Member(cluster_id, **extra)]
+    return _mine[0].address
+
+
+def work_mine(others: Sequence[tuple[int, str]], rounds: int) -> None:
+    """Let the member of this process work."""
+    work(_mine[0], others, rounds)
+
+
+def pull_mine(cluster_id: int) -> None:
+    """Let the member of this process pull, by a manager that it has kept."""
+    _mine[0].pull(Far(cluster_id))
+
+
+def unlink_mine(cluster_id: int) -> None:
+    """Let the member of this process unlink."""
+    _mine[0].unlink(Far(cluster_id))
+
+
+def finalize_mine() -> None:
+    """End the member of this process."""
+    _mine[0].finalize()
+
+
+def start_own(others: Sequence[tuple[int, str]]) -> None:
+    """Make a member of one's own in a forked child, link, pull, and end it."""
+    own = Member(77, listen=False)
+    try:
+        work(own, others, 2)
+    finally:
+        own.finalize()
+
+
+def in_child(do: str, end: str, *args: Any) -> dict[str, Any]:
+    """Fork, and do something in the child while this process waits."""
+    return inside.Child(lambda: globals()[do](*args), getattr(inside, end)).outcome()
