@@ -235,8 +235,9 @@ class Engine:
             self.closed = "the engine was finalized"
         deadline_ns = time.monotonic_ns() + CLOSE_NS
         self._directory.close()
-        self.communicators.close()
+        self.communicators.cancel()
         self.links.close(deadline_ns)
+        self.communicators.wait(deadline_ns)
         left = self.caches.close(deadline_ns)
         if left is not None:
             get_logger().info("at finalize %s", left)
@@ -248,6 +249,7 @@ class Engine:
         """Let go of the descriptors in a forked child. The parent's engine goes on unharmed."""
         if self.closed is None:
             self.closed = "this engine was inherited from the parent process; make and init a new LLMDataDist here"
+            self.communicators.abandon()
             self.links.abandon()
             self._service.abandon()
             self.backend.abandon()

@@ -42,6 +42,7 @@ HANDSHAKE_NS = 60 * 10**9
 #: A client that has connected greets at once; silent ones must not keep the workers for long.
 HELLO_NS = 5 * 10**9
 REMEMBERED = 1024
+RELEASE_S = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class Links:
         self._slots = deque(range(MAX_LINKS))
         #: Slots whose peer was writing when its link went, with a pidfd of it, or -1.
         self._lingering: dict[int, int] = {}
-        #: Called with each new link.
+        #: Called with each new link of a communicator, which takes it over or raises `Gone`.
         self.entered: Callable[[Link], None] = lambda link: None
         self._epochs = itertools.count(secrets.randbelow(1 << 61) + (1 << 61) << 1, 2)
         self._listeners: list[tuple[Address, socket.socket]] = []
@@ -209,6 +210,10 @@ class Links:
         self._listeners = [item for item in self._listeners if item[1] not in closed]
         for sock in closed:
             self._service.release(sock)
+        # Nobody can link at the old addresses, and others can listen there, when this returns.
+        released = threading.Event()
+        self._service.call(released.set)
+        released.wait(RELEASE_S)
 
     def any_made(self) -> bool:
         """Say whether a user of this side has made a link that is still known."""
@@ -540,10 +545,18 @@ class Links:
                 raise Gone("this engine is being finalized")
             old = self._links.get(key)
             self._links[key] = link
-            self._routes.setdefault(self._route(link), []).append(link)
+            if not link.comm:
+                self._routes.setdefault(self._route(link), []).append(link)
         if old is not None:
             self._remove(old, "replaced by a new link of the same peer")
-        self.entered(link)
+        if link.comm:
+            self.entered(link)
+
+    def open(self, links: Sequence[Link]) -> None:
+        """Let transfers use the links of a communicator."""
+        with self._lock:
+            for link in links:
+                self._routes.setdefault(self._route(link), []).append(link)
 
     def _watch(self, link: Link) -> None:
         self._service.watch(
@@ -699,12 +712,10 @@ class Links:
         self._remove(link, "unlinked")
         return result
 
-    def end_comm(self, comm: str, deadline_ns: int) -> LLMStatusCode:
-        """Remove the links of a communicator locally."""
-        with self._lock:
-            found = [link for link in self._links.values() if link.comm == comm]
-        results = [self._end(link, deadline_ns, tell=False) for link in found]
-        return next((r for r in results if r is not LLMStatusCode.LLM_SUCCESS), LLMStatusCode.LLM_SUCCESS)
+    def end_all(self, links: Sequence[Link], deadline_ns: int) -> bool:
+        """Remove this end of some links; say whether none was in use until the deadline."""
+        results = [self._end(link, deadline_ns, tell=False) for link in links]
+        return all(result is LLMStatusCode.LLM_SUCCESS for result in results)
 
     def one_call(self) -> threading.Lock:
         """Give the lock that stands for the one link or unlink call at a time of KvCacheManager mode."""
