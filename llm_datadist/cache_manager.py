@@ -643,7 +643,9 @@ class CacheManager(Manager):
             )
         if sources.stop * n > total:
             # Said before the first layer is written, which a later failure would leave written.
-            raise refused(ParamInvalid(f"src_layer_range is {sources}, the cache has {total // n} layers of {n} tensors"))
+            raise refused(
+                ParamInvalid(f"src_layer_range is {sources}, the cache has {total // n} layers of {n} tensors")
+            )
         return list(zip(sources, destinations, strict=True)), n
 
     # ------------------------------------------------------------------ local copies

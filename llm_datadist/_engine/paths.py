@@ -6,6 +6,7 @@ the peer's process for anything, and nothing that it published is trusted furthe
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -228,6 +229,9 @@ class AddressTable:
         ranges.sort(key=lambda item: item[0])
         self._ranges = ranges
         self._starts = [item[0] for item in ranges]
+        #: The furthest end of all ranges up to this one: registrations may overlap, and the nearest start may be of one
+        #: that ends too early.
+        self._ends = list(itertools.accumulate((start + r.tensor_bytes for start, _, _, r in ranges), max))
 
     @staticmethod
     def of(link: Link, deadline_ns: int) -> AddressTable:
@@ -240,13 +244,14 @@ class AddressTable:
     def locate(self, link: Link, address: int, nbytes: int) -> tuple[Found, Place, int]:
         """Give the cache whose tensor holds a range, its place, and the bytes from there to the tensor's end."""
         at = bisect_right(self._starts, address) - 1
-        if at >= 0:
+        while at >= 0 and self._ends[at] >= address + nbytes:
             start, position, entry, record = self._ranges[at]
             room = start + record.tensor_bytes - address
             if nbytes <= room:
                 region, offset = record.tensors[position]
                 place = link.endpoint.locate(region, offset + address - start, nbytes)
                 return Found(Key(CACHE, record.cache_id, 0), entry, record, 0, None), place, room
+            at -= 1
         raise ParamInvalid(
             f"{nbytes} bytes at address {address:#x} do not lie inside one tensor of cluster {link.cluster_id}"
         )

@@ -50,11 +50,11 @@ class Source:
         size = self.block_bytes or cache.geometry.stride
         return size if self.destination_blocks is None else (self.destination_blocks.maximum + 1) * size
 
-    def runs(self, cache: Cache, at: int, room: int) -> Runs:
-        """Plan the copy into a destination that begins at byte ``at`` of its tensor and has ``room`` bytes."""
+    def runs(self, cache: Cache, room: int) -> Runs:
+        """Plan the copy into a destination that has ``room`` bytes."""
         here = cache.geometry
         if self.destination_blocks is None:
-            return span_runs(self.slot * here.stride, at, here.stride)
+            return span_runs(self.slot * here.stride, 0, here.stride)
         size = self.block_bytes or here.stride
         if self.source_blocks is not None:
             return block_runs(self.source_blocks, self.destination_blocks, here.slots, room // size, size)
@@ -85,7 +85,7 @@ class AddressTarget:
                 range(first, first + TENSORS_PER_LAYER),
                 self.addresses[at : at + TENSORS_PER_LAYER],
                 self.source.nbytes(cache),
-                lambda room: self.source.runs(cache, 0, room),
+                lambda room: self.source.runs(cache, room),
             )
         finally:
             self.caches.end(cache)
@@ -112,21 +112,22 @@ class KeyTarget:
 
             def runs(found: Found) -> Runs:
                 record = found.record
-                check_index("batch_index of cache_key", self.slot, record.slots, "the peer's batch slots")
+                room = record.tensor_bytes - self.slot * record.stride
                 if self.source.destination_blocks is not None:
-                    blocks = record.tensor_bytes // (self.source.block_bytes or cache.geometry.stride)
+                    blocks = room // (self.source.block_bytes or cache.geometry.stride)
                     check_index(
                         "destination block", self.source.destination_blocks.maximum, blocks, "the peer's blocks"
                     )
                 else:
                     check_room(cache.geometry.stride, record.stride)
-                return self.source.runs(cache, self.slot * record.stride, record.tensor_bytes)
+                return self.source.runs(cache, room)
 
             first = TENSORS_PER_LAYER * layer
             to = self.destination_layers.start + layer - self.layers.start
             self.transfers.write_layer(
                 self.cluster_id,
                 self.key,
+                self.slot,
                 cache,
                 range(first, first + TENSORS_PER_LAYER),
                 TENSORS_PER_LAYER * to,

@@ -186,15 +186,12 @@ class Transfers:
             check_index("src_batch_index", batch_index, here.slots, f"the batch slots of cache {cache.id}")
 
             def runs(found: Found) -> Runs:
-                stride = found.record.stride
-                check_index("batch_index of dst_cache_key", slot, found.record.slots, "the peer's batch slots")
-                check_room(here.stride, stride)
-                return span_runs(batch_index * here.stride, slot * stride, here.stride)
+                check_room(here.stride, found.record.stride)
+                return span_runs(batch_index * here.stride, 0, here.stride)
 
             for source, destination in layers:
-                self.write_layer(
-                    cluster_id, key, cache, range(source * n, source * n + n), destination * n, runs, blocks=False
-                )
+                tensors = range(source * n, source * n + n)
+                self.write_layer(cluster_id, key, slot, cache, tensors, destination * n, runs, blocks=False)
         finally:
             self._caches.end(cache)
 
@@ -221,7 +218,7 @@ class Transfers:
                 return block_runs(source, destination, here.slots, record.slots, here.stride)
 
             for from_, to in layers:
-                self.write_layer(cluster_id, key, cache, range(from_ * n, from_ * n + n), to * n, runs, blocks=True)
+                self.write_layer(cluster_id, key, 0, cache, range(from_ * n, from_ * n + n), to * n, runs, blocks=True)
         finally:
             self._caches.end(cache)
 
@@ -229,6 +226,7 @@ class Transfers:
         self,
         cluster_id: int,
         key: Key,
+        slot: int,
         cache: Cache,
         source: range,
         first_destination: int,
@@ -238,21 +236,24 @@ class Transfers:
     ) -> None:
         """Write some tensors of a local cache into consecutive tensors of the cache that a key names.
 
-        ``blocks`` says whether that must be a blocks cache; None takes either.
+        The destination of ``runs`` counts from the beginning of batch slot ``slot`` there. ``blocks`` says whether it
+        must be a blocks cache; None takes either.
         """
         link = self.links.to(cluster_id)
         deadline_ns = time.monotonic_ns() + self._timeout_ms * 1_000_000
-        with _Turn(self, link, deadline_ns, key, 0):
+        with _Turn(self, link, deadline_ns, key, slot):
             select_tensors("source", source, cache.geometry.num_tensors)
             while True:
-                found = paths.find(link, key, 0, deadline_ns)
+                found = paths.find(link, key, slot, deadline_ns)
                 if blocks is not None:
                     paths.check_form(found, blocks=blocks)
                 paths.check_access(self._rules, cache, found.record, pull=False, same_form=True)
                 destination = range(first_destination, first_destination + len(source))
                 select_tensors("destination", destination, found.record.num_tensors)
                 pair_tensors(source, destination)
+                check_index("batch_index of the key", slot, found.record.slots, "the peer's batch slots")
                 remote, route = paths.remote_bases(link, found.record, destination)
+                remote = [base + slot * found.record.stride for base in remote]
                 local = [addresses[i] for addresses in cache.addresses for i in source]
                 plan = Plan(Bases(local, remote), runs(found))
                 try:
@@ -277,21 +278,25 @@ class Transfers:
         link = self.links.to(cluster_id, accepted=not self._rules.cache_manager)
         deadline_ns = time.monotonic_ns() + self._timeout_ms * 1_000_000
         with _Turn(self, link, deadline_ns, None, addresses[0]):
-            for i, address in zip(source, addresses, strict=True):
-                while True:
-                    table = AddressTable.of(link, deadline_ns)
-                    try:
-                        found, place, room = table.locate(link, address, nbytes)
-                    except ParamInvalid:
-                        paths.require_epoch(link)
-                        raise
-                    plan = Plan(Bases([cache.addresses[0][i]], [place.base]), runs(room))
-                    try:
+            while True:
+                table = AddressTable.of(link, deadline_ns)
+                try:
+                    located = [table.locate(link, address, nbytes) for address in addresses]
+                except ParamInvalid:
+                    paths.require_epoch(link)
+                    raise
+                # All are planned before the first is written, since planning checks too.
+                plans = [
+                    Plan(Bases([cache.addresses[0][i]], [place.base]), runs(room))
+                    for i, (_, place, room) in zip(source, located, strict=True)
+                ]
+                try:
+                    for plan, (found, place, _) in zip(plans, located, strict=True):
                         self._write(link, found.record, plan, found.guard(link), deadline_ns, place.route)
-                        break
-                    except BackendError as e:
-                        link.kept.pop(AddressTable, None)
-                        self._look_again(link, e, deadline_ns)
+                    return
+                except BackendError as e:
+                    link.kept.pop(AddressTable, None)
+                    self._look_again(link, e, deadline_ns)
 
     def _write(self, link: Link, record: Record, plan: Plan, guard: Guard, deadline_ns: int, route: int) -> None:
         link.board.pin(link.peer_slot, record.generation)

@@ -45,7 +45,9 @@ class End:
         self.peer, self.cluster_id, self.cm = peer, cluster_id, cm
         self.address = f"10.1.{cluster_id % 250}.1:{next(_ports)}"
         listen = self.address if cm or role is LLMRole.PROMPT else None
-        self.dd: Any = LLMDataDist(role, cluster_id) if peer is None else peer.make("llm_datadist:LLMDataDist", role, cluster_id)
+        self.dd: Any = (
+            LLMDataDist(role, cluster_id) if peer is None else peer.make("llm_datadist:LLMDataDist", role, cluster_id)
+        )
         self.dd.init(cm_options(listen, **extra) if cm else options(listen, **extra))
         self.manager: Any = self.get(self.dd, "cache_manager" if cm else "kv_cache_manager")
 
@@ -138,7 +140,9 @@ class End:
 
     def read(self, address: int, nbytes: int) -> bytes:
         """Give bytes of this engine's process."""
-        data: bytes = memory.read(address, nbytes) if self.peer is None else self.peer.make("memory:read", address, nbytes)
+        data: bytes = (
+            memory.read(address, nbytes) if self.peer is None else self.peer.make("memory:read", address, nbytes)
+        )
         return data
 
     def close(self) -> None:
