@@ -210,7 +210,8 @@ class Manager:
         src_to_dst: dict[int, int],
     ) -> None:
         here, there = source.cache_desc, destination.cache_desc
-        for key, value in typed("src_to_dst", src_to_dst, dict).items():
+        check_isinstance("src_to_dst", src_to_dst, dict)
+        for key, value in src_to_dst.items():
             int64("src_to_dst key", key)
             int64("src_to_dst value", value)
         if {here.placement, there.placement} != {Placement.HOST, Placement.DEVICE}:

@@ -57,8 +57,9 @@ class Copies:
                     )
                 runs = span_runs(source_slot * here.stride + offset, destination_slot * there.stride + offset, nbytes)
                 for sources, destinations in zip(source.addresses, destination.addresses, strict=True):
-                    # Two registered caches may share memory, and a slot may be copied onto itself.
-                    self._run(sources, destinations, runs, ordered=destination is source or bool(source.registered))
+                    # A registered cache may share memory with any other, and a slot may be copied onto itself.
+                    shared = destination is source or bool(source.registered or destination.registered)
+                    self._run(sources, destinations, runs, ordered=shared)
             finally:
                 self._caches.end(source)
         finally:

@@ -113,11 +113,10 @@ def test_s93_a_slot_to_addresses(scene: Scene) -> None:
 
 
 def test_s93_blocks_to_blocks(scene: Scene) -> None:
-    """S-93: pair by pair from the address on; of a repeated destination the last counts; the size may be said or not."""
+    """S-93: pair by pair from the address on; of a repeated destination the last counts; the size is optional."""
     for nbytes in (None, 0, 32):
-        for tensor, address in enumerate(scene.addresses):
+        for address in scene.addresses:
             scene.there.write(address, bytes([0xA5]) * TO.size)
-            del tensor
         config = scene.config()
         assert scene.results(
             config, src_block_indices=[0, 1, 0], dst_block_indices=[2, 2, 1], dst_block_memory_size=nbytes
@@ -419,10 +418,7 @@ def test_e322_odd_numbers_of_tensors(scene: Scene) -> None:
 
 def test_e312_host_source(scene: Scene) -> None:
     """E-312: nothing is sent from the host."""
-    if scene.cm:
-        source = scene.here.allocate(desc(8, 2, 32, Placement.HOST))
-    else:
-        source = HOST
+    source = scene.here.allocate(desc(8, 2, 32, Placement.HOST)) if scene.cm else HOST
     with refuses(PARAM_INVALID, "src_cache", "HOST"):
         scene.send(scene.config(), source=source)
 

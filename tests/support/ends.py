@@ -69,10 +69,7 @@ class End:
 
     def allocate(self, of: CacheDesc, key: Any = None, salt: int | None = None, blocks: bool = False) -> Any:
         """Allocate a cache; fill it with a pattern if there is a salt, else with 0xA5."""
-        if blocks:
-            cache = self.manager.allocate_blocks_cache(of, key)
-        else:
-            cache = self.manager.allocate_cache(of, key or [])
+        cache = self.manager.allocate_blocks_cache(of, key) if blocks else self.manager.allocate_cache(of, key or [])
         self.fill(cache, of, salt)
         return cache
 
