@@ -305,11 +305,9 @@ class CacheManager(Manager):
             )
         addresses, keepers = [], []
         for i, given in enumerate(addrs):
-            address, nbytes, keeper = address_of(f"addrs[{i}]", given)
+            address, _, keeper = address_of(f"addrs[{i}]", given, desc.size)
             if not address:
                 raise refused(ParamInvalid(f"addrs[{i}] is 0, allowed are addresses above 0"))
-            if nbytes is not None and nbytes < desc.size:
-                raise refused(ParamInvalid(f"addrs[{i}] has {nbytes} bytes, a tensor needs {desc.size}"))
             addresses.append(address)
             keepers.append(keeper)
         if remote_accessible is None:

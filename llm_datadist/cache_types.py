@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+from llm_datadist._buffers import address_of
 from llm_datadist._checks import (
     UINT64_MAX,
     any_integer,
@@ -449,11 +450,13 @@ def _check_cpu_desc(cache_desc: CacheDesc) -> None:
         raise refused(ParamInvalid(f"cache_desc.placement is {cache_desc.placement}, allowed is {Placement.HOST}"))
 
 
-def _cpu_addrs(name: str, addrs: object, num_tensors: int) -> list[int]:
-    checked = list(uint64s(name, typed(name, addrs, list)))
-    if len(checked) != num_tensors:
-        raise refused(ParamInvalid(f"{name} has {len(checked)} addresses, cache_desc.num_tensors is {num_tensors}"))
-    return checked
+def _cpu_addrs(name: str, addrs: object, desc: CacheDesc, keepers: list[object]) -> list[int]:
+    """Give one address per tensor, and add what keeps memory of objects to ``keepers``."""
+    found = [address_of(f"{name}[{i}]", value, desc.size) for i, value in enumerate(typed(name, addrs, list))]
+    if len(found) != desc.num_tensors:
+        raise refused(ParamInvalid(f"{name} has {len(found)} addresses, cache_desc.num_tensors is {desc.num_tensors}"))
+    keepers += [keeper for _, _, keeper in found]
+    return [address for address, _, _ in found]
 
 
 class KvCache:
@@ -470,6 +473,8 @@ class KvCache:
     #: Also tells which engine made the cache: ids start again from 1 in each.
     _collected: Callable[[int], None] | None = None
     _held = False
+    #: What the user gave as memory, kept alive.
+    _keepers: Sequence[object] = ()
 
     def __init__(self) -> None:
         raise TypeError("a KvCache is made by KvCacheManager.allocate_cache or KvCache.create_cpu_cache")
@@ -499,7 +504,7 @@ class KvCache:
         return cache
 
     @classmethod
-    def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[int] | list[list[int]]) -> KvCache:
+    def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[Any]) -> KvCache:
         """Describe host memory of the user's as a cache, for `swap_blocks`.
 
         Parameters
@@ -507,8 +512,8 @@ class KvCache:
         cache_desc : CacheDesc
             Its placement is HOST.
         addrs : list of int or list of list of int
-            One address per tensor, in [0, 2**64), for one device or for each device. The memory must outlive the
-            cache.
+            One address per tensor, in [0, 2**64), for one device or for each device; also objects with the buffer
+            protocol or DLPack, which are kept alive. Memory given by address must outlive the cache.
 
         Returns
         -------
@@ -518,12 +523,12 @@ class KvCache:
         Raises
         ------
         TypeError
-            When `addrs` is not a list, or an address is not an integer.
+            When `addrs` is not a list, or an address is neither an integer nor an object with memory.
         ValueError
             When an address does not fit 64 bits.
         LLMException
             LLM_PARAM_INVALID when the placement is not HOST, when `addrs` is empty or mixes addresses and lists,
-            or when a list's length is not the number of tensors.
+            when a list's length is not the number of tensors, or when an object is too small or can't be written.
         AttributeError
             When `cache_desc` is None.
         """
@@ -531,14 +536,17 @@ class KvCache:
         typed("addrs", addrs, list)
         if not addrs:
             raise refused(ParamInvalid("addrs is empty, allowed are one address per tensor, or a list per device"))
+        keepers: list[object] = []
         nested = [isinstance(item, list) for item in addrs]
         if any(nested) and not all(nested):
             raise refused(ParamInvalid(f"types in addrs should be consistent, all int or all list, got {addrs}"))
         if nested[0]:
-            devices = [_cpu_addrs(f"addrs[{i}]", item, cache_desc.num_tensors) for i, item in enumerate(addrs)]
+            devices = [_cpu_addrs(f"addrs[{i}]", item, cache_desc, keepers) for i, item in enumerate(addrs)]
         else:
-            devices = [_cpu_addrs("addrs", addrs, cache_desc.num_tensors)]
-        return cls._made(-1, cache_desc, devices, None)
+            devices = [_cpu_addrs("addrs", addrs, cache_desc, keepers)]
+        cache = cls._made(-1, cache_desc, devices, None)
+        cache._keepers = keepers
+        return cache
 
     @property
     def cache_id(self) -> int:
@@ -576,6 +584,8 @@ class Cache:
     _is_blocks_cache: bool
     #: The engine that made the cache: ids start again from 1 in each.
     _engine: object
+    #: What the user gave as memory, kept alive.
+    _keepers: Sequence[object] = ()
 
     def __init__(self) -> None:
         raise TypeError("a Cache is made by CacheManager.allocate_cache and its like, or by Cache.create_cpu_cache")
@@ -598,7 +608,7 @@ class Cache:
         return cache
 
     @classmethod
-    def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[int]) -> Cache:
+    def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[Any]) -> Cache:
         """Describe host memory of the user's as a blocks cache, for `swap_blocks`.
 
         Parameters
@@ -606,7 +616,8 @@ class Cache:
         cache_desc : CacheDesc
             Its placement is HOST.
         addrs : list of int
-            One address per tensor, in [0, 2**64). The memory must outlive the cache.
+            One address per tensor, in [0, 2**64); also objects with the buffer protocol or DLPack, which are kept
+            alive. Memory given by address must outlive the cache.
 
         Returns
         -------
@@ -616,16 +627,20 @@ class Cache:
         Raises
         ------
         TypeError
-            When `addrs` is not a list, or an address is not an integer.
+            When `addrs` is not a list, or an address is neither an integer nor an object with memory.
         ValueError
             When an address does not fit 64 bits.
         LLMException
-            LLM_PARAM_INVALID when the placement is not HOST, or the number of addresses is not that of the tensors.
+            LLM_PARAM_INVALID when the placement is not HOST, the number of addresses is not that of the tensors, or an
+            object is too small or can't be written.
         AttributeError
             When `cache_desc` is None.
         """
         _check_cpu_desc(cache_desc)
-        return cls._made(-1, cache_desc, _cpu_addrs("addrs", addrs, cache_desc.num_tensors), True)
+        keepers: list[object] = []
+        cache = cls._made(-1, cache_desc, _cpu_addrs("addrs", addrs, cache_desc, keepers), True)
+        cache._keepers = keepers
+        return cache
 
     @property
     def cache_id(self) -> int:

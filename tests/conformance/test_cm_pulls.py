@@ -134,7 +134,7 @@ def test_s60_a_slot_cut_into_blocks_releases_its_key(cm: tuple[End, End]) -> Non
 
 
 def test_s39_s58_forms(cm: tuple[End, End]) -> None:
-    """S-39, S-58, E-205, E-235, E-258: paged caches take no part in pulls of slots, nor plain ones in those of blocks."""
+    """S-39, S-58, E-205, E-235, E-258: paged caches take no part in pulls of slots, nor plain ones in blocks."""
     there, here = cm
     of = desc(2, 2, 64)
     paged = there.allocate(of, BLOCKS, salt=0, blocks=True)

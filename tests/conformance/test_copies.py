@@ -429,3 +429,23 @@ def test_copies_of_unmapped_registered_memory(cm_end: End) -> None:
     for arguments in ((good, wild), (wild, good)):
         with refuses(FAILED, "failed"):
             end.manager.copy_cache(*arguments)
+
+
+def test_swap_with_objects(end: End) -> None:
+    """S-82: a cpu cache may be made of arrays and buffers, which it keeps; too small ones are refused."""
+    of = desc(2, 4, 32, HOST)
+    made = Cache if end.cm else KvCache
+    given = [np.zeros((4, 32), np.uint8), bytearray(128)]
+    cpu = made.create_cpu_cache(of, given)
+    device = end.allocate(desc(2, 4, 32), salt=0, blocks=True)
+    end.manager.swap_blocks(device, cpu, {1: 3})
+    for tensor, data in enumerate(given):
+        assert bytes(data) == bytes(96) + end.expected(of, tensor)[32:64]
+    with pytest.raises(BufferError):
+        given[1].append(1)  # type: ignore[union-attr]
+    with refuses(PARAM_INVALID, "addrs[1]", 127, 128):
+        made.create_cpu_cache(of, [bytearray(128), bytearray(127)])
+    if not end.cm:
+        nested = KvCache.create_cpu_cache(of, [given])
+        end.manager.swap_blocks(device, nested, {0: 0})
+        assert bytes(given[0])[:32] == end.expected(of, 0)[:32]

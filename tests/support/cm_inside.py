@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 import memory
@@ -46,3 +47,12 @@ def reuse_under_pushes(manager: Any, desc: CacheDesc, registered: bool, rounds: 
         if not registered:
             manager.deallocate_cache(other)
     return violations, reused
+
+
+def register_wild(manager: Any, desc: CacheDesc, addresses: list[int], keys: list[Any]) -> Any:
+    """Register memory that is not there, of which the warning is expected."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cache = manager.register_cache(desc, addresses, keys)
+    assert [warning.category for warning in caught] == [RuntimeWarning] * desc.num_tensors
+    return cache
