@@ -504,3 +504,11 @@ def test_many_threads_allocate_and_register(end: End) -> None:
     assert sorted(ids) == list(range(1, 161))
     spans.sort()
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+
+
+def test_e82_pool_memory_is_not_available() -> None:
+    """E-82, S-120: a pool that the machine can't hold is OUT_OF_MEMORY at init, which can then be tried again."""
+    for option in ("llm__MemPoolConfig", "llm__HostMemPoolConfig"):
+        with refuses(OUT_OF_MEMORY):
+            End(None, 1, **{option: json.dumps({"memory_size": 1 << 47, "page_shift": 30})})
+    End(None, 1).close()

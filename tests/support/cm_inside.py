@@ -9,7 +9,7 @@ from typing import Any
 import memory
 import users
 
-from llm_datadist import BlocksCacheKey, CacheDesc
+from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey
 
 KEY = BlocksCacheKey(1)
 OWN = 0x5A5A5A5A5A5A5A5A
@@ -56,3 +56,20 @@ def register_wild(manager: Any, desc: CacheDesc, addresses: list[int], keys: lis
         cache = manager.register_cache(desc, addresses, keys)
     assert [warning.category for warning in caught] == [RuntimeWarning] * desc.num_tensors
     return cache
+
+
+def unregister_under_pulls(manager: Any, desc: CacheDesc, key: CacheKey, rounds: int, unmap: bool) -> None:
+    """Offer memory of one word, take it back, and fill it with another word or unmap it, while peers pull."""
+    for _ in range(rounds):
+        given = [users.take(desc.size) for _ in range(desc.num_tensors)]
+        for address in given:
+            memory.fill(address, PUSHED, desc.size)
+        cache = manager.register_cache(desc, given, [key])
+        end = time.monotonic() + 0.0005
+        while time.monotonic() < end:
+            pass
+        manager.unregister_cache(cache.cache_id)
+        if not unmap:
+            for address in given:
+                memory.fill(address, OWN, desc.size)
+        users.give_back()
