@@ -762,7 +762,7 @@ class CacheManager(Manager):
         TypeError, ValueError
             For arguments of another type or width.
         AttributeError
-            When a cache is None.
+            When an argument is None.
         LLMException
             LLM_PARAM_INVALID (also a ValueError) for what does not fit or a deallocated cache; LLM_FAILED when an
             address has no memory; LLM_ENGINE_FINALIZED.

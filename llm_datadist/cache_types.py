@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from llm_datadist._buffers import address_of
 from llm_datadist._checks import (
@@ -522,7 +522,7 @@ class KvCache:
         return cache
 
     @classmethod
-    def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[int] | list[list[int]]) -> KvCache:
+    def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[Any]) -> KvCache:
         """Describe host memory of the user's as a cache, for `swap_blocks`.
 
         Parameters
@@ -541,12 +541,12 @@ class KvCache:
         Raises
         ------
         TypeError
-            When `addrs` is not a list, or an address is not an integer.
+            When `addrs` is not a list, or an address is neither an integer nor an object with memory.
         ValueError
             When an address does not fit 64 bits.
         LLMException
             LLM_PARAM_INVALID when the placement is not HOST, when `addrs` is empty or mixes addresses and lists,
-            or when a list's length is not the number of tensors.
+            when a list's length is not the number of tensors, or when an object is too small or can't be written.
         AttributeError
             When `cache_desc` is None.
         """
@@ -554,6 +554,7 @@ class KvCache:
         typed("addrs", addrs, list)
         if not addrs:
             raise refused(ParamInvalid("addrs is empty, allowed are one address per tensor, or a list per device"))
+        keepers: list[object] = []
         nested = [isinstance(item, list) for item in addrs]
         if any(nested) and not all(nested):
             raise refused(ParamInvalid(f"types in addrs should be consistent, all int or all list, got {addrs}"))
@@ -633,7 +634,7 @@ class Cache:
         return cache
 
     @classmethod
-    def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[int]) -> Cache:
+    def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[Any]) -> Cache:
         """Describe host memory of the user's as a blocks cache, for `swap_blocks`.
 
         Parameters
@@ -652,11 +653,12 @@ class Cache:
         Raises
         ------
         TypeError
-            When `addrs` is not a list, or an address is not an integer.
+            When `addrs` is not a list, or an address is neither an integer nor an object with memory.
         ValueError
             When an address does not fit 64 bits.
         LLMException
-            LLM_PARAM_INVALID when the placement is not HOST, or the number of addresses is not that of the tensors.
+            LLM_PARAM_INVALID when the placement is not HOST, the number of addresses is not that of the tensors, or an
+            object is too small or can't be written.
         AttributeError
             When `cache_desc` is None.
         """

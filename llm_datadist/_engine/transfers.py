@@ -300,16 +300,20 @@ class Transfers:
         link = self.links.to(cluster_id, accepted=not self._rules.cache_manager)
         use.what = lambda: f"address {addresses[0]:#x}"
         deadline_ns = self.links.take(link, use, self._timeout_ms)
-        for i, address in zip(source, addresses, strict=True):
-            while True:
-                found, place, room = AddressTable.look_up(link, address, span, deadline_ns)
-                plan = Plan(Bases([cache.addresses[0][i]], [place.base]), runs(cache, room))
-                try:
+        while True:
+            located = [AddressTable.look_up(link, address, span, deadline_ns) for address in addresses]
+            # All are planned before the first is written, since planning checks too.
+            plans = [
+                Plan(Bases([cache.addresses[0][i]], [place.base]), runs(cache, room))
+                for i, (_, place, room) in zip(source, located, strict=True)
+            ]
+            try:
+                for plan, (found, place, _) in zip(plans, located, strict=True):
                     self._write(use, link, found.record, plan, found.guard(link), deadline_ns, place.route)
-                    break
-                except BackendError as e:
-                    link.kept.pop(AddressTable, None)
-                    self._look_again(link, e, deadline_ns)
+                return
+            except BackendError as e:
+                link.kept.pop(AddressTable, None)
+                self._look_again(link, e, deadline_ns)
 
     def _write(
         self, use: Use, link: Link, record: Record, plan: Plan, guard: Guard, deadline_ns: int, route: int
