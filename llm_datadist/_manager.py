@@ -230,7 +230,8 @@ class Manager:
         here, there = source.cache_desc, destination.cache_desc
         source_blocks, source_bytes = source._measured[0][0], source._measured[1]
         destination_blocks, destination_bytes = destination._measured[0][0], destination._measured[1]
-        for key, value in typed("src_to_dst", src_to_dst, dict).items():
+        check_isinstance("src_to_dst", src_to_dst, dict)
+        for key, value in src_to_dst.items():
             int64("src_to_dst key", key)
             int64("src_to_dst value", value)
         if {here.placement, there.placement} != {Placement.HOST, Placement.DEVICE}:

@@ -337,7 +337,9 @@ class Caches:
         for _ in range(geometry.num_tensors):
             at = pool.space.take(each)
             if at is None:
-                raise self._no_room(pool, total, f"no free range of the pool's {pool.space.nbytes} has {each}")
+                raise self._no_room(
+                    pool, total, f"the rest of the pool's {pool.space.nbytes} is in fragments below {each}"
+                )
             places.append((pool, at))
 
     def _commit(self, pool: Pool, at: int, nbytes: int) -> None:

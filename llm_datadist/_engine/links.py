@@ -674,6 +674,7 @@ class Links:
         link = use.link
         if link is not None:
             link.turn.release(use)
+            use.link = None
             if link.state is not State.READY:
                 self._dispose_if_gone(link)
 

@@ -234,7 +234,7 @@ class AddressTable:
 
     @staticmethod
     def look_up(link: Link, address: int, nbytes: int, deadline_ns: int) -> tuple[Found, Place, int]:
-        """Give the cache whose tensor holds a range of a peer's addresses, its place, and the bytes to the tensor's end.
+        """Give the cache whose tensor holds a range of a peer's addresses, its place, the bytes to the tensor's end.
 
         Raises
         ------
