@@ -524,6 +524,15 @@ class Caches:
             cache.users += 1
             return cache
 
+    def begin_generation(self, cache_id: int, generation: int) -> Cache | None:
+        """Start to use the memory that a peer has found in the directory, or give None if it was withdrawn since."""
+        with self._lock:
+            cache = self._caches.get(cache_id)
+            if cache is None or cache.withdrawn or cache.record.generation != generation:
+                return None
+            cache.users += 1
+            return cache
+
     def end(self, cache: Cache) -> None:
         """Stop to use a cache's memory."""
         with self._lock:

@@ -20,9 +20,10 @@ from llm_datadist._engine.directory import Directory
 from llm_datadist._engine.links import LinkRequest, Links, Terms
 from llm_datadist._engine.paths import Rules
 from llm_datadist._engine.space import Space
+from llm_datadist._engine.staging import STAGING_BYTES, Staging
 from llm_datadist._engine.transfers import Transfers
 from llm_datadist._log import get_logger
-from llm_datadist.backend import Backend, BackendError, MemoryKind
+from llm_datadist.backend import Backend, BackendError, MemoryKind, Region
 from llm_datadist.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Engine:
                 self._directory = Directory(directory_window, incarnation)
                 board = Board(board_window, self._directory.layout.entry_count)
                 pools = self._reserve_pools()
+                staged = self._reserve_staging()
             except BackendError as e:
                 raise codes.exception_of(e, config.cache_manager) from e
             self.caches = Caches(backend, self._directory, board, pools, config.cache_manager)
@@ -90,7 +92,8 @@ class Engine:
                 config.loopback,
             )
             rules = Rules(config.cache_manager, config.remote_accessible, config.device_pool is not None)
-            self.transfers = Transfers(self.caches, self.links, config.sync_timeout_ms, rules)
+            self.staging = Staging(backend, staged, self.caches, self.links)
+            self.transfers = Transfers(self.caches, self.links, self.staging, config.sync_timeout_ms, rules)
             self.copies = Copies(backend, self.caches, config.cache_manager)
             undo.pop_all()
         forks.watch(self)
@@ -116,6 +119,12 @@ class Engine:
                 space = Space(pool.memory_size, 1 << pool.page_shift)
                 pools.append(Pool(region, space, space.nbytes))
         return pools
+
+    def _reserve_staging(self) -> Region | None:
+        # Only memory that users register may be out of a peer's reach, and only this mode has that.
+        if not self.config.cache_manager:
+            return None
+        return self.backend.reserve(self.config.devices[0], STAGING_BYTES, MemoryKind.DEVICE)
 
     # ------------------------------------------------------------------ links
 
@@ -238,6 +247,7 @@ class Engine:
         self.communicators.cancel()
         self.links.close(deadline_ns)
         self.communicators.wait(deadline_ns)
+        self.staging.close(deadline_ns)
         left = self.caches.close(deadline_ns)
         if left is not None:
             get_logger().info("at finalize %s", left)
