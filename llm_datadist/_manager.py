@@ -65,6 +65,8 @@ class Manager:
         self._logger = get_logger()
         self._kinds = (CACHE, REQUEST, PREFIX, BLOCKS)
         self._key, self._layers, self._indices = Key, Layers, indices
+        self._all_layers = Layers()
+        self._blocks_keys: dict[int, Key] = {}
         self._warned: set[str] = set()
 
     # ------------------------------------------------------------------ caches
@@ -108,13 +110,16 @@ class Manager:
         return owned, 0
 
     def _blocks_key(self, key: BlocksCacheKey) -> Key:
-        return self._key(self._kinds[3], UINT64_MAX, key.model_id)
+        made = self._blocks_keys.get(key.model_id)
+        if made is None:
+            made = self._blocks_keys[key.model_id] = self._key(self._kinds[3], UINT64_MAX, key.model_id)
+        return made
 
     # ------------------------------------------------------------------ arguments of transfers
 
     def _check_layers(self, cache: KvCache | Cache, kwargs: dict[str, Any]) -> Layers:
         if not kwargs:
-            return self._layers()
+            return self._all_layers
         source = kwargs.get("src_layer_range")
         destination = kwargs.get("dst_layer_range")
         ranged = source is not None or destination is not None

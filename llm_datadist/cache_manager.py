@@ -641,6 +641,9 @@ class CacheManager(Manager):
             raise refused(
                 ParamInvalid(f"tensor_num_per_layer is {n}, which does not divide the cache's {total} tensors")
             )
+        if sources.stop * n > total:
+            # Said before the first layer is written, which a later failure would leave written.
+            raise refused(ParamInvalid(f"src_layer_range is {sources}, the cache has {total // n} layers of {n} tensors"))
         return list(zip(sources, destinations, strict=True)), n
 
     # ------------------------------------------------------------------ local copies

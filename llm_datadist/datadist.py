@@ -14,8 +14,9 @@ from llm_datadist._addresses import Address, canonical_host, parse_address
 from llm_datadist._built import require_built
 from llm_datadist._checks import check_dict, check_inner, check_isinstance, int32, refused, typed, uint32, uint64
 from llm_datadist._log import info, warn
+from llm_datadist._options import EngineConfig, parse_options
 from llm_datadist.cache_types import RegisterMemStatus
-from llm_datadist.configs import EngineConfig, LLMClusterInfo, LLMRole, parse_options
+from llm_datadist.configs import LLMClusterInfo, LLMRole
 from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
 
 if TYPE_CHECKING:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pairs
 import pytest
+import users
+from ends import End
 from peer import Peer
 
 from llm_datadist import LLMDataDist
@@ -40,6 +42,7 @@ def nothing_left(surroundings: None) -> Iterator[None]:
     left_running = LLMDataDist.llm_engine_instance
     if left_running is not None:
         left_running.finalize()
+    users.give_back()
     gc.collect()
     assert left_running is None, "the test left an initialised LLMDataDist behind"
     after = leftovers()
@@ -116,3 +119,21 @@ def linked(prompt: pairs.Prompt, decoder: pairs.Decoder) -> tuple[pairs.Prompt, 
     """Give a linked pair."""
     decoder.link(prompt)
     return prompt, decoder
+
+
+@pytest.fixture
+def cm(peer: Peer) -> Iterator[tuple[End, End]]:
+    """Give linked engines of CacheManager mode: cluster 1 in the shared peer, cluster 2 in this process."""
+    there, here = End(peer, 1), End(None, 2)
+    here.link(there)
+    yield there, here
+    here.close()
+
+
+@pytest.fixture
+def remote_cm(peer: Peer) -> Iterator[tuple[End, End]]:
+    """Give the same in remote-accessible mode, not linked, since memory is registered before."""
+    there, here = End(peer, 1, remote=True), End(None, 2, remote=True)
+    yield there, here
+    here.close()
+

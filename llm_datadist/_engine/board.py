@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from llm_datadist._engine.directory import MAX_LINKS, PAGE, Entry, Layout
+from llm_datadist._engine.directory import MAX_LINKS, PAGE, Entry, Layout, Unreadable
 from llm_datadist._engine.space import Space
 from llm_datadist._kernels import words
 from llm_datadist.backend import Window
@@ -49,9 +49,9 @@ class Board:
         """Give the link slots whose peers are writing into the memory of this generation."""
         return words.pinned(self._base + PINS_AT, MAX_LINKS, generation)
 
-    def is_pinned(self, slot: int) -> bool:
-        """Say whether the peer of a link slot is writing into any memory."""
-        return words.load(self._base + PINS_AT + slot * 16) != 0
+    def pin(self, slot: int) -> int:
+        """Give the generation of the memory that the peer of a link slot is writing into, or 0."""
+        return words.load(self._base + PINS_AT + slot * 16)
 
     def unpin(self, slot: int) -> None:
         """Clear the pin of a link slot before its next peer gets it."""
@@ -70,6 +70,8 @@ class PeerBoard:
         self._entry_count = directory.entry_count
         self._tags_at = SPENT_AT + directory.entry_count * 8
         self._nbytes = window.nbytes
+        if self._nbytes < self._tags_at:
+            raise Unreadable(f"the peer's board has {window.nbytes} bytes, its directory needs {self._tags_at}")
 
     def pin(self, slot: int, generation: int) -> None:
         """Say that I write into the memory of this generation, before I look whether it is still there."""

@@ -107,8 +107,9 @@ class Cache:
     views: int = 0
     #: Withdrawn from the directory; the memory waits for users, views, and peers that write into it.
     withdrawn: bool = False
-    #: Link slots of peers that were writing when it was withdrawn.
-    pinned_by: list[int] = field(default_factory=list)
+    #: (link slot, generation) of peers that were writing when it was withdrawn; a registered cache that has come back
+    #: since may still have pins of earlier generations.
+    pinned_by: list[tuple[int, int]] = field(default_factory=list)
 
 
 def merged(places: Sequence[tuple[Pool, int]], tensor_bytes: int) -> list[tuple[Pool, int, int]]:
@@ -472,11 +473,15 @@ class Caches:
         self._directory.retire_record(cache.record_at, cache.record.generation)
         self._directory.withdraw(cache.entry, Key(CACHE, cache.id, 0), cache.entry_generation)
         self._directory.free_record(cache.record_at, cache.record)
-        cache.pinned_by = self._board.pinned(cache.record.generation)
+        generation = cache.record.generation
+        cache.pinned_by += [(slot, generation) for slot in self._board.pinned(generation)]
 
     def _look_at_pins(self, cache: Cache) -> None:
-        still = set(self._board.pinned(cache.record.generation))
-        cache.pinned_by = [slot for slot in cache.pinned_by if slot in still and not self.proved_gone(slot)]
+        cache.pinned_by = [
+            (slot, generation)
+            for slot, generation in cache.pinned_by
+            if self._board.pin(slot) == generation and not self.proved_gone(slot)
+        ]
 
     def _free(self, cache: Cache) -> None:
         del self._caches[cache.id]

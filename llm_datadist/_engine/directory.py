@@ -253,7 +253,10 @@ class PeerDirectory:
 
     def __init__(self, window: Window, incarnation: int) -> None:
         self._base = window.address
-        self.layout = Layout.of(window.nbytes)
+        try:
+            self.layout = Layout.of(window.nbytes)
+        except ValueError as e:
+            raise Unreadable(f"the peer's directory can't be one: {e}") from e
         found = words.load(self._base + W_MAGIC), words.load(self._base + W_VERSION)
         if found != (MAGIC, VERSION):
             raise Unreadable(f"the peer's directory has magic and version {found}, expected {(MAGIC, VERSION)}")

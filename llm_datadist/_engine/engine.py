@@ -28,7 +28,7 @@ from llm_datadist.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from llm_datadist._addresses import Address
-    from llm_datadist.configs import EngineConfig
+    from llm_datadist._options import EngineConfig
 
 __all__ = ["Engine"]
 

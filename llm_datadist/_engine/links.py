@@ -37,8 +37,10 @@ __all__ = ["Link", "LinkRequest", "Links", "Terms"]
 
 WORKERS = 16
 LIMIT = 512
-#: What a server grants a client that names no limit, and the most it grants at all.
+#: The most that a server grants a client for a handshake, whatever limit that names.
 HANDSHAKE_NS = 60 * 10**9
+#: A client that has connected greets at once; silent ones must not keep the workers for long.
+HELLO_NS = 5 * 10**9
 REMEMBERED = 1024
 RELEASE_S = 5
 REPLY_NS = 10**8
@@ -307,7 +309,7 @@ class Links:
                 self._handshake_ended.notify_all()
 
     def _answer(self, channel: Channel) -> None:
-        frame, fds = channel.receive(time.monotonic_ns() + HANDSHAKE_NS)
+        frame, fds = channel.receive(time.monotonic_ns() + HELLO_NS)
         try:
             if frame.kind is not Kind.HELLO:
                 raise Malformed(f"the first frame is {frame.kind.name}, expected HELLO")
@@ -638,24 +640,35 @@ class Links:
         if not link.usable():
             raise self.not_linked(cluster_id, link)
         deadline_ns = time.monotonic_ns() + timeout_ms * 10**6
-        with self.exclusive(link, deadline_ns):
-            try:
-                self.ask(link, Kind.PING, deadline_ns)
-            except TimedOut as e:
-                raise LLMException(
-                    f"cluster {cluster_id} gave no sign of life within {timeout_ms} ms",
-                    status_code=codes.timeout_code(self.terms.cache_manager),
-                ) from e
-            except Gone as e:
-                link.break_(f"{e} (peer gone)")
-                raise self.not_linked(cluster_id, link) from e
+        self.acquire(link, deadline_ns)
+        try:
+            self.ask(link, Kind.PING, deadline_ns)
+        except TimedOut as e:
+            raise LLMException(
+                f"cluster {cluster_id} gave no sign of life within {timeout_ms} ms",
+                status_code=codes.timeout_code(self.terms.cache_manager),
+            ) from e
+        except Gone as e:
+            link.break_(f"{e} (peer gone)")
+            raise self.not_linked(cluster_id, link) from e
+        finally:
+            self.release(link)
 
-    def exclusive(self, link: Link, deadline_ns: int) -> _Exclusive:
-        """Hold a link for one operation.
+    def acquire(self, link: Link, deadline_ns: int) -> None:
+        """Take a link for one operation; `release` must follow.
 
         In KvCacheManager mode another operation on it is LINK_BUSY; in CacheManager mode it is waited for.
         """
-        return _Exclusive(self, link, deadline_ns)
+        if not link.lock.acquire(blocking=False):
+            wait = self.terms.cache_manager
+            if not (wait and link.lock.acquire(timeout=control.remaining(deadline_ns))):
+                raise LLMException(
+                    f"the link with cluster {link.cluster_id} is in use by another operation",
+                    status_code=LLMStatusCode.LLM_TIMEOUT if wait else LLMStatusCode.LLM_LINK_BUSY,
+                )
+        if link.state is not State.READY:
+            self.release(link)
+            raise self.not_linked(link.cluster_id, link)
 
     def release(self, link: Link) -> None:
         """End the operation that held the link; if the link went meanwhile, let its memory go."""
@@ -785,7 +798,7 @@ class Links:
     def _sweep(self) -> None:
         """Give slots back whose last peer has unpinned or ended since. Under the lock."""
         for slot, pidfd in list(self._lingering.items()):
-            if not self._board.is_pinned(slot) or _has_ended(pidfd):
+            if not self._board.pin(slot) or _has_ended(pidfd):
                 del self._lingering[slot]
                 if pidfd >= 0:
                     os.close(pidfd)
@@ -807,7 +820,7 @@ class Links:
             if slot < 0:
                 return
             self._directory.close_link(slot)
-            if self._board.is_pinned(slot) and not _has_ended(link.channel.pidfd):
+            if self._board.pin(slot) and not _has_ended(link.channel.pidfd):
                 self._lingering[slot] = os.dup(link.channel.pidfd) if link.channel.pidfd >= 0 else -1
             else:
                 self._slots.append(slot)
@@ -856,31 +869,6 @@ def _has_ended(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
-
-
-class _Exclusive:
-    """Holds a link during one operation."""
-
-    __slots__ = ("_deadline_ns", "_link", "_links")
-
-    def __init__(self, links: Links, link: Link, deadline_ns: int) -> None:
-        self._links, self._link, self._deadline_ns = links, link, deadline_ns
-
-    def __enter__(self) -> Link:
-        if not self._link.lock.acquire(blocking=False):
-            wait = self._links.terms.cache_manager
-            if not (wait and self._link.lock.acquire(timeout=control.remaining(self._deadline_ns))):
-                raise LLMException(
-                    f"the link with cluster {self._link.cluster_id} is in use by another operation",
-                    status_code=LLMStatusCode.LLM_TIMEOUT if wait else LLMStatusCode.LLM_LINK_BUSY,
-                )
-        if self._link.state is not State.READY:
-            self._links.release(self._link)
-            raise self._links.not_linked(self._link.cluster_id, self._link)
-        return self._link
-
-    def __exit__(self, *_: object) -> None:
-        self._links.release(self._link)
 
 
 def close_all(fds: Sequence[int]) -> None:

@@ -8,8 +8,7 @@ found out about a source that stays is kept with the link; the guard, not a mess
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from llm_datadist._engine import codes, paths
 from llm_datadist._engine.caches import Cache, Caches
@@ -34,7 +33,7 @@ class Transfers:
 
     def __init__(self, caches: Caches, links: Links, staging: Staging, timeout_ms: int, rules: Rules) -> None:
         self._caches = caches
-        self._links = links
+        self.links = links
         self._staging = staging
         self._timeout_ms = timeout_ms
         self._rules = rules
@@ -117,6 +116,8 @@ class Transfers:
     @staticmethod
     def _check_local(cache: Cache, layers: Layers) -> None:
         n = layers.per_layer
+        if layers.source is None and layers.destination is None:
+            return
         destination = select("dst_layer_range", layers.destination, n, cache.geometry.num_tensors)
         if layers.source is not None:
             # How many it selects is known here, whether the source has them is not.
@@ -135,9 +136,9 @@ class Transfers:
         blocks: bool,
         same_form: bool = True,
     ) -> None:
-        link = self._links.to(cluster_id)
+        link = self.links.to(cluster_id)
         deadline_ns = time.monotonic_ns() + self._timeout_ms * 1_000_000
-        with self._links.exclusive(link, deadline_ns), self._translated(link, paths.describe(key, slot)):
+        with _Turn(self, link, deadline_ns, key, slot):
             token = (key, cache.id, layers)
             while True:
                 path: Path | None = link.kept.get(token)
@@ -244,9 +245,9 @@ class Transfers:
 
         ``blocks`` says whether that must be a blocks cache; None takes either.
         """
-        link = self._links.to(cluster_id)
+        link = self.links.to(cluster_id)
         deadline_ns = time.monotonic_ns() + self._timeout_ms * 1_000_000
-        with self._links.exclusive(link, deadline_ns), self._translated(link, paths.describe(key, 0)):
+        with _Turn(self, link, deadline_ns, key, 0):
             select_tensors("source", source, cache.geometry.num_tensors)
             while True:
                 found = paths.find(link, key, 0, deadline_ns)
@@ -278,9 +279,9 @@ class Transfers:
 
         ``runs`` is given the bytes from the address to the end of the tensor that it lies in.
         """
-        link = self._links.to(cluster_id, accepted=not self._rules.cache_manager)
+        link = self.links.to(cluster_id, accepted=not self._rules.cache_manager)
         deadline_ns = time.monotonic_ns() + self._timeout_ms * 1_000_000
-        with self._links.exclusive(link, deadline_ns), self._translated(link, f"address {addresses[0]:#x}"):
+        with _Turn(self, link, deadline_ns, None, addresses[0]):
             for i, address in zip(source, addresses, strict=True):
                 while True:
                     table = AddressTable.of(link, deadline_ns)
@@ -317,18 +318,11 @@ class Transfers:
         if time.monotonic_ns() > deadline_ns:
             raise BackendError(Failure.TIMED_OUT, "the peer's cache kept changing") from error
 
-    @contextmanager
-    def _translated(self, link: Link, what: str) -> Iterator[None]:
-        """Turn a backend's failure on a link into what the user gets, and break the link where it must be."""
-        try:
-            yield
-        except BackendError as e:
-            raise self._failed(link, e, what) from e
-        except Unreadable as e:
-            link.break_(str(e))
-            raise self._links.not_linked(link.cluster_id, link) from e
-
-    def _failed(self, link: Link, error: BackendError, what: str) -> LLMException:
+    def failed(self, link: Link, error: BackendError | Unreadable, what: str) -> LLMException:
+        """Turn a failure on a link into what the user gets, and break the link where it must be."""
+        if isinstance(error, Unreadable):
+            link.break_(str(error))
+            return self.links.not_linked(link.cluster_id, link)
         if error.kind is Failure.TIMED_OUT:
             link.break_(f"a transfer exceeded {self._timeout_ms} ms (timed out)")
             return LLMException(
@@ -340,7 +334,7 @@ class Transfers:
             paths.require_epoch(link)
         except BackendError:
             link.break_("the peer has dropped the link or was finalized (peer gone)")
-            return self._links.not_linked(link.cluster_id, link)
+            return self.links.not_linked(link.cluster_id, link)
         if error.kind in (Failure.STALE, Failure.TORN):
             return LLMException(
                 f"{what} of cluster {link.cluster_id} was released or removed during the transfer; "
@@ -348,6 +342,31 @@ class Transfers:
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
         return codes.exception_of(error, self._rules.cache_manager)
+
+
+class _Turn:
+    """The time in which one transfer has a link to itself. Failures leave it as what the user gets.
+
+    A class and not a generator, which would cost more than the rest of a small pull's bookkeeping.
+    """
+
+    __slots__ = ("_deadline_ns", "_key", "_link", "_slot", "_transfers")
+
+    def __init__(self, transfers: Transfers, link: Link, deadline_ns: int, key: Key | None, slot: int) -> None:
+        self._transfers, self._link, self._deadline_ns = transfers, link, deadline_ns
+        # What is transferred, for the text: a key and a slot of it, or an address.
+        self._key, self._slot = key, slot
+
+    def __enter__(self) -> None:
+        self._transfers.links.acquire(self._link, self._deadline_ns)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if isinstance(error, (BackendError, Unreadable)):
+                what = f"address {self._slot:#x}" if self._key is None else paths.describe(self._key, self._slot)
+                raise self._transfers.failed(self._link, error, what) from error
+        finally:
+            self._transfers.links.release(self._link)
 
 
 # ---------------------------------------------------------------------- checks that both directions share

@@ -6,6 +6,7 @@ import os
 import threading
 from collections import Counter
 
+import users
 from pairs import cluster_info
 
 from llm_datadist import LLMDataDist
@@ -16,6 +17,7 @@ def reset() -> None:
     instance = LLMDataDist.llm_engine_instance
     if instance is not None:
         instance.finalize()
+    users.give_back()
     gc.collect()
 
 

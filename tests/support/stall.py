@@ -8,11 +8,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from llm_datadist.backends.simulator.faults import Faults
 
 LIMIT_S = 30.0
+R = TypeVar("R", bound="Running")
 
 
 def set_faults(dd: Any, **faults: Any) -> Faults:
@@ -27,19 +28,13 @@ def clear_faults(dd: Any) -> None:
     dd._engine.backend.faults = None
 
 
-class Stalled:
-    """A call in another thread whose transfer has copied ``at`` bytes and stands still there.
+class Running:
+    """A call in another thread. Leaving the block waits for its end."""
 
-    Only this transfer is disturbed. Leaving the block lets it go on, and waits for its end.
-    """
-
-    def __init__(self, dd: Any, call: Callable[[], object], at: int = 0) -> None:
-        self._faults = set_faults(dd, stall_at_byte=at)
+    def __init__(self, call: Callable[[], object]) -> None:
         self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(call,), name="stalled transfer")
+        self._thread = threading.Thread(target=self._run, args=(call,), name="call in another thread")
         self._thread.start()
-        assert self._faults.stall_entered.wait(LIMIT_S), "the transfer did not begin"
-        clear_faults(dd)
 
     def _run(self, call: Callable[[], object]) -> None:
         try:
@@ -48,20 +43,42 @@ class Stalled:
             self.error = error
 
     def wait(self) -> BaseException | None:
-        """Wait for the call's end without letting the transfer go on; give what it raised."""
+        """Wait for the call's end; give what it raised."""
         self._thread.join(LIMIT_S)
-        assert not self._thread.is_alive(), "the stalled call did not end"
+        assert not self._thread.is_alive(), "the call did not end"
         return self.error
 
+    def ended(self, within_s: float) -> bool:
+        """Say whether the call ends within some time."""
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
     def finish(self) -> BaseException | None:
-        """Let the transfer go on, and wait for the call's end; give what it raised."""
-        self._faults.resume.set()
+        """Wait for the call's end; give what it raised."""
         return self.wait()
 
-    def __enter__(self) -> Stalled:
+    def __enter__(self: R) -> R:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.finish()
+
+
+class Stalled(Running):
+    """A call in another thread whose transfer has copied ``at`` bytes and stands still there.
+
+    Only this transfer is disturbed. Leaving the block lets it go on, and waits for its end; `wait` does not let it go.
+    """
+
+    def __init__(self, dd: Any, call: Callable[[], object], at: int = 0) -> None:
+        self._faults = set_faults(dd, stall_at_byte=at)
+        super().__init__(call)
+        assert self._faults.stall_entered.wait(LIMIT_S), "the transfer did not begin"
+        clear_faults(dd)
+
+    def finish(self) -> BaseException | None:
+        """Let the transfer go on, and wait for the call's end; give what it raised."""
+        self._faults.resume.set()
+        return self.wait()
