@@ -337,9 +337,7 @@ class Caches:
         for _ in range(geometry.num_tensors):
             at = pool.space.take(each)
             if at is None:
-                raise self._no_room(
-                    pool, total, f"the rest of the pool's {pool.space.nbytes} is in fragments below {each}"
-                )
+                raise self._no_room(pool, total, f"the rest of its {pool.space.nbytes} is in fragments")
             places.append((pool, at))
 
     def _commit(self, pool: Pool, at: int, nbytes: int) -> None:
@@ -560,6 +558,16 @@ class Caches:
         use.caches.append(cache_id)
         with self._lock:
             cache = self._held(cache_id)
+            cache.users.add(use)
+            return cache
+
+    def begin_generation(self, cache_id: int, generation: int, use: Use) -> Cache | None:
+        """Start to use the memory that a peer has found in the directory, or give None if it was withdrawn since."""
+        use.caches.append(cache_id)
+        with self._lock:
+            cache = self._caches.get(cache_id)
+            if cache is None or cache.withdrawn or cache.record.generation != generation:
+                return None
             cache.users.add(use)
             return cache
 

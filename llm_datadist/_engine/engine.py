@@ -20,9 +20,10 @@ from llm_datadist._engine.directory import Directory
 from llm_datadist._engine.links import LinkRequest, Links, Terms
 from llm_datadist._engine.paths import Rules
 from llm_datadist._engine.space import Space
+from llm_datadist._engine.staging import STAGING_BYTES, Staging
 from llm_datadist._engine.transfers import Transfers
 from llm_datadist._log import get_logger
-from llm_datadist.backend import Backend, BackendError, MemoryKind
+from llm_datadist.backend import Backend, BackendError, MemoryKind, Region
 from llm_datadist.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Engine:
                 self._directory = Directory(directory_window, incarnation)
                 board = Board(board_window, self._directory.layout.entry_count)
                 pools = self._reserve_pools()
+                staged = self._reserve_staging()
                 self._service = Service(f"llm_datadist {config.cluster_id}")
             except BackendError as e:
                 raise codes.exception_of(e, config.cache_manager) from e
@@ -94,7 +96,8 @@ class Engine:
                 config.loopback,
             )
             rules = Rules(config.cache_manager, config.remote_accessible, config.device_pool is not None)
-            self.transfers = Transfers(self.caches, self.links, config.sync_timeout_ms, rules)
+            self.staging = Staging(backend, staged, self.caches, self.links)
+            self.transfers = Transfers(self.caches, self.links, self.staging, config.sync_timeout_ms, rules)
             self.copies = Copies(backend, self.caches, config.cache_manager)
             undo.pop_all()
         forks.watch(self)
@@ -126,6 +129,12 @@ class Engine:
                 option = "llm.MemPoolConfig" if kind is MemoryKind.DEVICE else "llm.HostMemPoolConfig"
                 pools.append(Pool(region, space, space.nbytes, option))
         return pools
+
+    def _reserve_staging(self) -> Region | None:
+        # Only memory that users register may be out of a peer's reach, and only this mode has that.
+        if not self.config.cache_manager:
+            return None
+        return self.backend.reserve(self.config.devices[0], STAGING_BYTES, MemoryKind.DEVICE)
 
     # ------------------------------------------------------------------ links
 
@@ -247,6 +256,7 @@ class Engine:
         with contextlib.ExitStack() as steps:  # the last one pushed comes first, and none is left out
             steps.callback(self._close_memory, deadline_ns)
             steps.callback(self._close_caches, deadline_ns)
+            steps.callback(self.staging.close, deadline_ns)
             steps.callback(self.communicators.wait, deadline_ns)
             steps.callback(self.links.close, deadline_ns)
             steps.callback(self.communicators.cancel)

@@ -43,6 +43,7 @@ HANDSHAKE_NS = 60 * 10**9
 HELLO_NS = 5 * 10**9
 REMEMBERED = 1024
 RELEASE_S = 5
+REPLY_NS = 10**8
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,15 @@ class Refused(Exception):
         self.code = code
 
 
+class Answer:
+    """What a request waits for."""
+
+    def __init__(self) -> None:
+        self.frame: Frame | None = None
+        #: Set when it has come, and when it never will.
+        self.settled = threading.Event()
+
+
 @dataclass(eq=False)
 class Link:
     """One peer, and the data path to it."""
@@ -109,11 +119,13 @@ class Link:
     reason: str = ""
     #: A user of this side has asked for the link, not only the peer's.
     wanted: bool = False
+    #: A transfer has gone by staging, which is said once.
+    staged: bool = False
     #: Of the one transfer, check, or unlink at a time.
     turn: Turn = field(default_factory=Turn)
     #: What transfers keep from one to the next (see transfers.py).
     kept: dict[Hashable, Any] = field(default_factory=dict)
-    answers: dict[int, threading.Event] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
     requests: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
@@ -166,6 +178,10 @@ class Links:
         self._lingering: dict[int, int] = {}
         #: Called with each new link of a communicator, which takes it over or raises `Gone`.
         self.entered: Callable[[Link], None] = lambda link: None
+        #: Called in the service thread with each STAGE frame.
+        self.stage: Callable[[Link, Frame], None] = lambda link, frame: None
+        #: Called with each link that has ended, after its last frame.
+        self.ended: Callable[[Link], None] = lambda link: None
         self._epochs = itertools.count(secrets.randbelow(1 << 61) + (1 << 61) << 1, 2)
         self._listeners: list[tuple[Address, socket.socket]] = []
         self._paused = False
@@ -585,48 +601,54 @@ class Links:
     # ------------------------------------------------------------------ frames after the handshake
 
     def _frame(self, link: Link, frame: Frame) -> None:
-        soon = time.monotonic_ns() + 10**8
         if frame.kind is Kind.PING:
-            self._reply(link, Frame(Kind.PONG, frame.request), soon)
+            self.reply(link, Frame(Kind.PONG, frame.request))
         elif frame.kind is Kind.UNLINK:
             self._forget(link)
             self._close_slot(link)
-            self._reply(link, Frame(Kind.UNLINKED, frame.request), soon)
+            self.reply(link, Frame(Kind.UNLINKED, frame.request))
             self._remove(link, "the peer has unlinked")
-        elif frame.kind in (Kind.PONG, Kind.UNLINKED):
-            answered = link.answers.pop(frame.request, None)
-            if answered is not None:
-                answered.set()
+        elif frame.kind is Kind.STAGE:
+            self.stage(link, frame)
+        elif frame.kind in (Kind.PONG, Kind.UNLINKED, Kind.STAGED):
+            answer = link.answers.pop(frame.request, None)
+            if answer is not None:
+                answer.frame = frame
+                answer.settled.set()
         else:
             raise Malformed(f"a {frame.kind.name} frame has no place on a standing link")
 
-    def _reply(self, link: Link, frame: Frame, deadline_ns: int) -> None:
+    def reply(self, link: Link, frame: Frame) -> None:
+        """Send an answer; a peer that does not take it at once is hung up on."""
         try:
-            link.channel.send(frame, deadline_ns)
+            link.channel.send(frame, time.monotonic_ns() + REPLY_NS)
         except (Gone, TimedOut) as e:
             get_logger().warning("could not answer cluster %d: %s", link.cluster_id, e)
             # Half a frame may have gone out, and a peer that does not read must not hold up the service thread again.
             link.channel.hang_up()
 
-    def _ask(self, link: Link, kind: Kind, deadline_ns: int) -> None:
+    def ask(self, link: Link, kind: Kind, deadline_ns: int, body: dict[str, object] | None = None) -> Frame:
+        """Send a request and wait for its answer; raise `Gone` or `TimedOut`."""
         request = next(link.requests)
-        answered = link.answers[request] = threading.Event()
+        answer = link.answers[request] = Answer()
         try:
-            link.channel.send(Frame(kind, request), deadline_ns)
-            if not answered.wait(control.remaining(deadline_ns)):
+            link.channel.send(Frame(kind, request, body or {}), deadline_ns)
+            if not answer.settled.wait(control.remaining(deadline_ns)):
                 raise TimedOut("the peer did not answer in time")
-            if link.state is State.BROKEN and not link.endpoint.alive():
+            if answer.frame is None:
                 raise Gone(link.reason)
+            return answer.frame
         finally:
             link.answers.pop(request, None)
 
     def _peer_gone(self, link: Link, why: str) -> None:
         # In the service thread. The entry stays, with its reason; what it held goes.
         link.break_(f"{why} (peer gone)")
-        for answered in list(link.answers.values()):
-            answered.set()
         self._close_slot(link)
         self._let_go(link)
+        # Who asks from now on finds that the connection has ended.
+        for answer in list(link.answers.values()):
+            answer.settled.set()
         self._prune()
 
     # ------------------------------------------------------------------ checking and unlinking
@@ -639,7 +661,7 @@ class Links:
         use = Use()
         try:
             deadline_ns = self.take(link, use, timeout_ms)
-            self._ask(link, Kind.PING, deadline_ns)
+            self.ask(link, Kind.PING, deadline_ns)
         except TimedOut as e:
             raise LLMException(
                 f"cluster {cluster_id} gave no sign of life within {timeout_ms} ms",
@@ -720,7 +742,7 @@ class Links:
         result = LLMStatusCode.LLM_SUCCESS
         try:
             if tell and link.endpoint.alive():
-                self._ask(link, Kind.UNLINK, deadline_ns)
+                self.ask(link, Kind.UNLINK, deadline_ns)
         except Gone:
             # The other end went by itself, so there is nobody left to tell.
             pass
@@ -829,6 +851,7 @@ class Links:
                 self._lingering[slot] = os.dup(link.channel.pidfd) if link.channel.pidfd >= 0 else -1
             else:
                 self._slots.append(slot)
+        self.ended(link)
 
     def _give_slot(self, slot: int) -> None:
         self._directory.close_link(slot)

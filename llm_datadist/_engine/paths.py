@@ -34,7 +34,21 @@ from llm_datadist._kernels.runs import Bases
 from llm_datadist.backend import BackendError, Failure, MemoryKind, Place
 from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
 
-__all__ = ["AddressTable", "Found", "Path", "Rules", "absent", "describe", "find", "pull_path", "require_epoch"]
+__all__ = [
+    "STAGED",
+    "AddressTable",
+    "Found",
+    "Path",
+    "Rules",
+    "absent",
+    "describe",
+    "find",
+    "pull_path",
+    "require_epoch",
+]
+
+#: The route to memory that no endpoint reaches: by staging. Bases count bytes from the cache's first tensor on.
+STAGED = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +202,7 @@ def remote_bases(link: Link, record: Record, tensors: Sequence[int]) -> tuple[li
     try:
         for device in range(record.devices):
             for i in tensors:
-                region, offset = record.tensors[device * record.num_tensors + i]
-                place = link.endpoint.locate(region, offset, record.tensor_bytes)
+                place = _place(link, record, device * record.num_tensors + i, 0, record.tensor_bytes)
                 bases.append(place.base)
                 routes.add(place.route)
     except BackendError as e:
@@ -199,6 +212,17 @@ def remote_bases(link: Link, record: Record, tensors: Sequence[int]) -> tuple[li
     if len(routes) != 1:
         raise Unreadable("the tensors of one cache of the peer are reached in different ways")
     return bases, routes.pop()
+
+
+def _place(link: Link, record: Record, position: int, offset: int, nbytes: int) -> Place:
+    """Say where a range of a peer's tensor is, and which way leads there."""
+    region, start = record.tensors[position]
+    try:
+        return link.endpoint.locate(region, start + offset, nbytes)
+    except BackendError as e:
+        if e.kind is not Failure.UNSUPPORTED:
+            raise
+        return Place(position * record.tensor_bytes + offset, STAGED)
 
 
 def check_form(found: Found, *, blocks: bool) -> None:
@@ -262,8 +286,7 @@ class AddressTable:
             start, position, entry, record = self._ranges[at]
             room = start + record.tensor_bytes - address
             if nbytes <= room:
-                region, offset = record.tensors[position]
-                place = link.endpoint.locate(region, offset + address - start, nbytes)
+                place = _place(link, record, position, address - start, nbytes)
                 return Found(Key(CACHE, record.cache_id, 0), entry, record, 0, None), place, room
             at -= 1
         return None

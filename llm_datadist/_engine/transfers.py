@@ -25,7 +25,8 @@ from llm_datadist._engine.layout import (
     select_tensors,
 )
 from llm_datadist._engine.links import Link, Links
-from llm_datadist._engine.paths import AddressTable, Found, Path, Rules
+from llm_datadist._engine.paths import STAGED, AddressTable, Found, Path, Rules
+from llm_datadist._engine.staging import Staging
 from llm_datadist._engine.uses import Use, with_use
 from llm_datadist._kernels.hostcopy import Guard
 from llm_datadist._kernels.runs import Bases, Indices, Plan, Runs, block_runs, chunk_runs, span_runs
@@ -41,9 +42,10 @@ KEPT = 256
 class Transfers:
     """Transfers of one engine. Thread-safe; operations on one link exclude each other."""
 
-    def __init__(self, caches: Caches, links: Links, timeout_ms: int, rules: Rules) -> None:
+    def __init__(self, caches: Caches, links: Links, staging: Staging, timeout_ms: int, rules: Rules) -> None:
         self._caches = caches
         self.links = links
+        self._staging = staging
         self._timeout_ms = timeout_ms
         self._rules = rules
 
@@ -164,7 +166,10 @@ class Transfers:
                     self._keep(link, token, path)
             plan = Plan(path.bases, runs(path.found))
             try:
-                link.endpoint.read(plan, path.guard, deadline_ns, path.route)
+                if path.route == STAGED:
+                    self._staging.read(link, path.found.record, plan, path.guard, deadline_ns)
+                else:
+                    link.endpoint.read(plan, path.guard, deadline_ns, path.route)
                 break
             except BackendError as e:
                 link.kept.pop(token, None)
@@ -349,7 +354,10 @@ class Transfers:
         use.pin = link.board, link.peer_slot
         link.board.pin(link.peer_slot, record.generation)
         try:
-            link.endpoint.write(plan, guard, deadline_ns, route)
+            if route == STAGED:
+                self._staging.write(link, record, plan, guard, deadline_ns)
+            else:
+                link.endpoint.write(plan, guard, deadline_ns, route)
         finally:
             link.board.unpin(link.peer_slot)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -217,6 +218,20 @@ def test_s162_cache_manager_mode(peer: Peer) -> None:
             assert member.dd._role is role
         member.dd.switch_role(MIX, {})
         wait_for([])
+    finally:
+        member.finalize()
+
+
+def test_old_address_is_free_at_once(peer: Peer) -> None:
+    """S-162: another engine may listen there as soon as the call returns, however busy this one is."""
+    member = Member(2)
+    try:
+        gate = threading.Event()
+        member.dd._engine._service.call(lambda: gate.wait(10) and None)
+        threading.Timer(0.2, gate.set).start()
+        member.dd.switch_role(MIX)
+        assert gate.is_set()
+        Member(1, peer, listen=member.address)
     finally:
         member.finalize()
 

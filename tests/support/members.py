@@ -5,9 +5,12 @@ Every member has a blocks cache full of its own pattern, under the key of its cl
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import importlib
 import itertools
 import json
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +21,8 @@ from peer import Peer
 
 from llm_datadist import BlocksCacheKey, CacheDesc, LLMClusterInfo, LLMDataDist, LLMRole
 from llm_datadist import LLMStatusCode as Code
+from llm_datadist._engine.space import Space
+from llm_datadist._engine.staging import AREA_BYTES
 
 OK = Code.LLM_SUCCESS
 LINKED = (OK, [OK])
@@ -125,6 +130,23 @@ class Member(Far):
         self.dd.finalize()
 
 
+_memory: list[Any] = []
+
+
+def user_memory(nbytes: int, count: int = 1) -> list[int]:
+    """Give addresses of memory of this process that its engine does not own, full of 0xA5."""
+    made = [(ctypes.c_char * nbytes).from_buffer(bytearray([pairs.PREFILL]) * nbytes) for _ in range(count)]
+    _memory.extend(made)
+    return [ctypes.addressof(each) for each in made]
+
+
+def forbid_process(forbid: bool = True) -> None:
+    """Let links of this process's engine from now on find that the kernel forbids to read their peers."""
+    instance = LLMDataDist.llm_engine_instance
+    assert instance is not None
+    instance._engine.backend.forbid_process = forbid  # type: ignore[union-attr,attr-defined]
+
+
 _crowd: list[Member] = []
 
 
@@ -192,3 +214,44 @@ def start_own(others: Sequence[tuple[int, str]]) -> None:
 def in_child(do: str, end: str, *args: Any) -> dict[str, Any]:
     """Fork, and do something in the child while this process waits."""
     return inside.Child(lambda: globals()[do](*args), getattr(inside, end)).outcome()
+
+
+def _engine() -> Any:
+    instance = LLMDataDist.llm_engine_instance
+    assert instance is not None
+    return instance._engine
+
+
+def shrink_staging(areas: int) -> None:
+    """Leave so many areas for links that are staged from now on."""
+    staging = _engine().staging
+    staging._space = Space(areas * AREA_BYTES, AREA_BYTES)
+
+
+def set_timeout(milliseconds: int) -> None:
+    """Change sync_kv_timeout of this process's engine."""
+    engine = _engine()
+    engine.config = dataclasses.replace(engine.config, sync_timeout_ms=milliseconds)
+
+
+def register_nowhere(desc: CacheDesc, key: BlocksCacheKey) -> None:
+    """Register addresses where no memory is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        instance = LLMDataDist.llm_engine_instance
+        assert instance is not None
+        instance.cache_manager.register_blocks_cache(desc, [1] * desc.num_tensors, key, True)
+
+
+def pull_registered(address: str, desc: CacheDesc, rounds: int) -> list[bytes]:
+    """Let the member of this process pull what cluster 1 has registered, block after block; give the bytes."""
+    member = _mine[0]
+    addresses = user_memory(desc.size, desc.num_tensors)
+    cache = member.manager.register_blocks_cache(desc, addresses)
+    member.link(Far(1, address))
+    for i in range(rounds):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            block = i % desc.shape[0]
+            member.manager.pull_blocks(BlocksCacheKey(1, 7), cache, [block], [block])
+    return [memory.read(each, desc.size) for each in addresses]
