@@ -117,7 +117,7 @@ class LLMDataDist:
         A second call on an initialised object does nothing. The exit of the interpreter finalizes.
         """
         with _init_lock:
-            if self._is_initialized:
+            if self._is_initialized and not self._inherited():
                 return
             other = LLMDataDist.llm_engine_instance
             if other is not None and not other._inherited():
@@ -128,10 +128,18 @@ class LLMDataDist:
                     )
                 )
             config = parse_options(self._role, self._cluster_id, options)
-            self._start(config)
-            self._is_initialized = True
-            LLMDataDist.llm_engine_instance = self
-            atexit.register(_shutdown_handler)
+            self._engine = None
+            try:
+                self._start(config)
+                self._is_initialized = True
+                LLMDataDist.llm_engine_instance = self
+                atexit.register(_shutdown_handler)
+            except BaseException:
+                # Also what a signal handler raised after the engine had started.
+                self._is_initialized = False
+                if self._engine is not None:
+                    self._engine.close()
+                raise
         info("initialised cluster %d as %s", self._cluster_id, self._role)
 
     def _start(self, config: EngineConfig) -> None:

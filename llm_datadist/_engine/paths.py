@@ -248,7 +248,9 @@ class AddressTable:
                 try:
                     start = link.endpoint.address_of(region, offset)
                 except BackendError as e:
-                    raise Unreadable(f"a record of the peer's directory is wrong: {e.text}") from e
+                    if e.kind is not Failure.INVALID:
+                        raise
+                    continue  # no address of a process, so nobody can ask for it
                 ranges.append((start, position, entry, record))
         ranges.sort(key=lambda item: item[0])
         self._ranges = ranges
