@@ -137,8 +137,7 @@ class LLMDataDist:
             except BaseException:
                 # Also what a signal handler raised after the engine had started.
                 self._is_initialized = False
-                if self._engine is not None:
-                    self._engine.close()
+                self._stop()
                 raise
         info("initialised cluster %d as %s", self._cluster_id, self._role)
 
@@ -182,11 +181,14 @@ class LLMDataDist:
             if LLMDataDist.llm_engine_instance is self:
                 LLMDataDist.llm_engine_instance = None
                 atexit.unregister(_shutdown_handler)
-            engine, self._engine = self._engine, None
-            self._kv_cache_manager = self._cache_manager = None
-            if engine is not None:
-                engine.close()
+            self._stop()
         info("finalized cluster %d", self._cluster_id)
+
+    def _stop(self) -> None:
+        engine, self._engine = self._engine, None
+        self._kv_cache_manager = self._cache_manager = None
+        if engine is not None:
+            engine.close()
 
     def _inherited(self) -> bool:
         """Say whether this object came into a child process by fork, where its engine does not run."""
