@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo $$p; break; }; done)
 KERNELS := $(wildcard llm_datadist/_kernels/*.pyx llm_datadist/_kernels/*.pxd llm_datadist/_kernels/*.h)
-SOURCES := $(shell find llm_datadist backends -name '*.py' -o -name '*.pyi' -o -name '*.md' -o -name py.typed) $(KERNELS)
+SOURCES := $(shell find llm_datadist llm_datadist_v1 backends -name '*.py' -o -name '*.pyi' -o -name '*.md' -o -name py.typed) $(KERNELS)
 # One pip at a time, also under make -j.
 PIP = flock $(VENV) $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Tests import what is installed, never the folder they are started from.
@@ -31,7 +31,7 @@ lint: $(VENV)/lint.extra
 
 # From an empty folder, against the wheel: from here mypy would miss the mapped package and say success.
 types: .cache/types/made
-	cd .cache/types/empty && ../bin/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir ../mypy -p llm_datadist
+	cd .cache/types/empty && ../bin/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir ../mypy -p llm_datadist -p llm_datadist_v1
 	cd .cache/types/empty && ../bin/stubtest --mypy-config-file $(CURDIR)/pyproject.toml --ignore-missing-stub --ignore-disjoint-bases \
 		$(patsubst llm_datadist/_kernels/%.pyi,llm_datadist._kernels.%,$(wildcard llm_datadist/_kernels/*.pyi))
 
@@ -51,7 +51,7 @@ wheel: dist/made
 
 clean:
 	rm -rf $(VENV) .cache build dist docs/_build benchmarks/results *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find llm_datadist backends tests docs benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find llm_datadist llm_datadist_v1 backends tests docs benchmarks -name __pycache__ -prune -exec rm -rf {} +
 	rm -f llm_datadist/_kernels/*.so
 
 $(BIN)/python:

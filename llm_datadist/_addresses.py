@@ -73,8 +73,8 @@ def canonical_host(name: str, host: str | int) -> str:
     )
 
 
-def parse_address(name: str, text: str) -> Address:
-    """Take apart ``ip:port`` or ``[v6]:port``.
+def split_address(name: str, text: str) -> tuple[str, int]:
+    """Take apart ``ip:port`` or ``[v6]:port`` without a look at the ip.
 
     Parameters
     ----------
@@ -85,8 +85,8 @@ def parse_address(name: str, text: str) -> Address:
 
     Returns
     -------
-    Address
-        In canonical form.
+    tuple of str and int
+        The ip, without brackets, and the port.
 
     Raises
     ------
@@ -99,7 +99,13 @@ def parse_address(name: str, text: str) -> Address:
         raise refused(ParamInvalid(f"{name} is {text!r:.200}, allowed are ip:port and [ipv6]:port"))
     if not (port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= UINT16_MAX):
         raise refused(ParamInvalid(f"the port of {name} {text!r:.200} is {port!r:.20}, allowed are 1 to {UINT16_MAX}"))
-    return Address(canonical_host(name, host[1:-1] if bracketed else host), int(port))
+    return host[1:-1] if bracketed else host, int(port)
+
+
+def parse_address(name: str, text: str) -> Address:
+    """Give the address in ``ip:port`` or ``[v6]:port``, in canonical form; otherwise like `split_address`."""
+    host, port = split_address(name, text)
+    return Address(canonical_host(name, host), port)
 
 
 def little_endian(host: str) -> int | str:

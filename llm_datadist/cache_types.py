@@ -187,17 +187,25 @@ class CacheDesc:
             LLM_PARAM_INVALID when a dimension is 0 or negative, or the product is 2**63 or more.
         """
         if self._size is None:
-            nbytes = ELEMENT_BYTES[self._data_type]
-            for position, dimension in enumerate(self._shape):
-                if dimension <= 0:
-                    raise refused(ParamInvalid(f"shape[{position}] is {dimension}, allowed is anything above 0"))
-                nbytes *= dimension
-            if nbytes > _MAX_TENSOR_BYTES:
-                raise refused(
-                    ParamInvalid(f"a tensor of shape {self._shape} has {nbytes} bytes, allowed are {_MAX_TENSOR_BYTES}")
-                )
-            self._size = nbytes
+            _, self._size = self._measured()
         return self._size
+
+    def _measured(self) -> tuple[tuple[int, ...], int]:
+        """Give the shape as it is now, and the bytes of a tensor of it.
+
+        A cache is made of both together: the user may change the shape in place at any time.
+        """
+        shape = tuple(self._shape)
+        nbytes = ELEMENT_BYTES[self._data_type]
+        for position, dimension in enumerate(shape):
+            if int64(f"shape[{position}]", dimension) <= 0:
+                raise refused(ParamInvalid(f"shape[{position}] is {dimension}, allowed is anything above 0"))
+            nbytes *= dimension
+        if nbytes > _MAX_TENSOR_BYTES:
+            raise refused(
+                ParamInvalid(f"a tensor of shape {shape} has {nbytes} bytes, allowed are {_MAX_TENSOR_BYTES}")
+            )
+        return shape, nbytes
 
     def update_dim(self, dim_index: int, dim_value: int) -> None:
         """Change one dimension, in the shape object given at construction.
@@ -450,13 +458,19 @@ def _check_cpu_desc(cache_desc: CacheDesc) -> None:
         raise refused(ParamInvalid(f"cache_desc.placement is {cache_desc.placement}, allowed is {Placement.HOST}"))
 
 
-def _cpu_addrs(name: str, addrs: object, desc: CacheDesc, keepers: list[object]) -> list[int]:
-    """Give one address per tensor, and add what keeps memory of objects to ``keepers``."""
-    found = [address_of(f"{name}[{i}]", value, desc.size) for i, value in enumerate(typed(name, addrs, list))]
-    if len(found) != desc.num_tensors:
-        raise refused(ParamInvalid(f"{name} has {len(found)} addresses, cache_desc.num_tensors is {desc.num_tensors}"))
-    keepers += [keeper for _, _, keeper in found]
-    return [address for address, _, _ in found]
+def _cpu_addrs(name: str, addrs: object, desc: CacheDesc, nbytes: int, keepers: list[object]) -> list[int]:
+    """Check one device's addresses, and note what keeps their memory."""
+    given = typed(name, addrs, list)
+    if len(given) != desc.num_tensors:
+        raise refused(
+            ParamInvalid(f"{name} has {len(given)} addresses, allowed are {desc.num_tensors}, one per tensor")
+        )
+    addresses = []
+    for i, item in enumerate(given):
+        address, _, keeper = address_of(f"{name}[{i}]", item, nbytes)
+        addresses.append(address)
+        keepers.append(keeper)
+    return addresses
 
 
 class KvCache:
@@ -470,11 +484,13 @@ class KvCache:
     _cache_id: int
     _cache_desc: CacheDesc
     _per_device_tensor_addrs: list[list[int]]
+    #: Shape, and bytes of a tensor, as the cache was made: the description may change.
+    _measured: tuple[tuple[int, ...], int]
+    #: Objects that the user gave as memory.
+    _keepers: Sequence[object] = ()
     #: Also tells which engine made the cache: ids start again from 1 in each.
     _collected: Callable[[int], None] | None = None
     _held = False
-    #: What the user gave as memory, kept alive.
-    _keepers: Sequence[object] = ()
 
     def __init__(self) -> None:
         raise TypeError("a KvCache is made by KvCacheManager.allocate_cache or KvCache.create_cpu_cache")
@@ -485,6 +501,7 @@ class KvCache:
         cache_id: int,
         cache_desc: CacheDesc,
         per_device_tensor_addrs: list[list[int]],
+        measured: tuple[tuple[int, ...], int],
         collected: Callable[[int], None] | None,
     ) -> KvCache:
         """Make a cache object.
@@ -499,6 +516,7 @@ class KvCache:
         cache._cache_id = cache_id
         cache._cache_desc = cache_desc
         cache._per_device_tensor_addrs = per_device_tensor_addrs
+        cache._measured = measured
         cache._collected = collected
         cache._held = collected is not None
         return cache
@@ -512,8 +530,8 @@ class KvCache:
         cache_desc : CacheDesc
             Its placement is HOST.
         addrs : list of int or list of list of int
-            One address per tensor, in [0, 2**64), for one device or for each device; also objects with the buffer
-            protocol or DLPack, which are kept alive. Memory given by address must outlive the cache.
+            One address per tensor, in [0, 2**64), for one device or for each device. The memory must outlive the
+            cache. Objects with the buffer protocol or DLPack (numpy, torch CPU tensors) do too, and are kept alive.
 
         Returns
         -------
@@ -536,15 +554,18 @@ class KvCache:
         typed("addrs", addrs, list)
         if not addrs:
             raise refused(ParamInvalid("addrs is empty, allowed are one address per tensor, or a list per device"))
-        keepers: list[object] = []
         nested = [isinstance(item, list) for item in addrs]
         if any(nested) and not all(nested):
             raise refused(ParamInvalid(f"types in addrs should be consistent, all int or all list, got {addrs}"))
+        measured = cache_desc._measured()
+        keepers: list[object] = []
         if nested[0]:
-            devices = [_cpu_addrs(f"addrs[{i}]", item, cache_desc, keepers) for i, item in enumerate(addrs)]
+            devices = [
+                _cpu_addrs(f"addrs[{i}]", item, cache_desc, measured[1], keepers) for i, item in enumerate(addrs)
+            ]
         else:
-            devices = [_cpu_addrs("addrs", addrs, cache_desc, keepers)]
-        cache = cls._made(-1, cache_desc, devices, None)
+            devices = [_cpu_addrs("addrs", addrs, cache_desc, measured[1], keepers)]
+        cache = cls._made(-1, cache_desc, devices, measured, None)
         cache._keepers = keepers
         return cache
 
@@ -582,10 +603,12 @@ class Cache:
     _cache_desc: CacheDesc
     _tensor_addrs: list[int]
     _is_blocks_cache: bool
+    #: Shape, and bytes of a tensor, as the cache was made: the description may change.
+    _measured: tuple[tuple[int, ...], int]
+    #: Objects that the user gave as memory.
+    _keepers: Sequence[object] = ()
     #: The engine that made the cache: ids start again from 1 in each.
     _engine: object
-    #: What the user gave as memory, kept alive.
-    _keepers: Sequence[object] = ()
 
     def __init__(self) -> None:
         raise TypeError("a Cache is made by CacheManager.allocate_cache and its like, or by Cache.create_cpu_cache")
@@ -597,9 +620,11 @@ class Cache:
         cache_desc: CacheDesc,
         tensor_addrs: list[int],
         is_blocks_cache: bool,
+        measured: tuple[tuple[int, ...], int],
         engine: object = None,
     ) -> Cache:
         cache = cls.__new__(cls)
+        cache._measured = measured
         cache._cache_id = cache_id
         cache._engine = engine
         cache._cache_desc = cache_desc
@@ -616,8 +641,8 @@ class Cache:
         cache_desc : CacheDesc
             Its placement is HOST.
         addrs : list of int
-            One address per tensor, in [0, 2**64); also objects with the buffer protocol or DLPack, which are kept
-            alive. Memory given by address must outlive the cache.
+            One address per tensor, in [0, 2**64). The memory must outlive the cache. Objects with the buffer protocol
+            or DLPack (numpy, torch CPU tensors) do too, and are kept alive.
 
         Returns
         -------
@@ -637,8 +662,10 @@ class Cache:
             When `cache_desc` is None.
         """
         _check_cpu_desc(cache_desc)
+        measured = cache_desc._measured()
         keepers: list[object] = []
-        cache = cls._made(-1, cache_desc, _cpu_addrs("addrs", addrs, cache_desc, keepers), True)
+        addresses = _cpu_addrs("addrs", addrs, cache_desc, measured[1], keepers)
+        cache = cls._made(-1, cache_desc, addresses, True, measured)
         cache._keepers = keepers
         return cache
 

@@ -1,4 +1,4 @@
-"""Configuration: what users set (`LLMConfig`, `LLMClusterInfo`), and what the engine gets (`EngineConfig`)."""
+"""Configuration: what users set."""
 
 from __future__ import annotations
 
@@ -22,23 +22,14 @@ from llm_datadist._checks import (
     uint64,
 )
 from llm_datadist._enums import LLMRole
-from llm_datadist._options import (
-    DEFAULT_MEM_UTILIZATION,
-    LINK_RETRY_COUNTS,
-    EngineConfig,
-    PoolConfig,
-    parse_options,
-)
+from llm_datadist._options import DEFAULT_MEM_UTILIZATION, LINK_RETRY_COUNTS
 from llm_datadist.status import ParamInvalid
 
 __all__ = [
-    "EngineConfig",
     "LLMClusterInfo",
     "LLMConfig",
     "LLMRole",
     "LlmConfig",
-    "PoolConfig",
-    "parse_options",
     "trans_str_ip",
 ]
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
+import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,9 +55,14 @@ class Communicator:
     ranks: Mapping[int, int]
     deadline_ns: int
     state: CommState = CommState.PREPARING
-    linked: set[int] = field(default_factory=set)
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    finished: threading.Event = field(default_factory=threading.Event)
+    #: Its links, which carry no transfer before all of them stand.
+    links: list[Link] = field(default_factory=list)
+    #: Prepares it.
+    worker: threading.Thread = field(init=False)
+
+    def missing(self, cluster_id: int) -> list[int]:
+        """Give the members that a member is not linked to yet."""
+        return sorted(self.ranks.keys() - {cluster_id, *(link.cluster_id for link in self.links)})
 
 
 class Communicators:
@@ -70,10 +77,12 @@ class Communicators:
         self._cluster_id = cluster_id
         self._total_ns = (total_s or DEFAULT_S) * 10**9
         self._loopback = loopback
-        self._lock = threading.Lock()
+        #: Guards all below, and tells of each change of a communicator.
+        self._changed = threading.Condition()
         self._comms: dict[int, Communicator] = {}
         self._next_id = 1
-        self._turn = threading.BoundedSemaphore(PREPARING)
+        self._preparing = 0
+        self._listeners: set[socket.socket] = set()
         links.entered = self._entered
 
     def link(self, name: str, ranks: Mapping[int, int], table: str) -> int:
@@ -83,12 +92,13 @@ class Communicators:
         except (ValueError, RecursionError) as e:
             raise LLMException(f"rank_table is not JSON: {e}", status_code=LLMStatusCode.LLM_LINK_FAILED) from e
         comm = Communicator(name, meeting, dict(ranks), time.monotonic_ns() + self._total_ns)
-        with self._lock:
+        comm.worker = threading.Thread(target=self._prepare, args=(comm,), name="llm_datadist comm", daemon=True)
+        with self._changed:
             if len(self._comms) >= LIMIT:
                 raise ParamInvalid(f"{LIMIT} communicators exist, which is the limit: unlink one first")
             number, self._next_id = self._next_id, self._next_id + 1
             self._comms[number] = comm
-        threading.Thread(target=self._prepare, args=(comm,), name="llm_datadist comm", daemon=True).start()
+            comm.worker.start()
         return number
 
     def state(self, number: int) -> CommState:
@@ -99,26 +109,34 @@ class Communicators:
         """Remove a communicator's links, after its preparation and running transfers."""
         comm = self._get(number)
         self._cancel(comm)
-        ended = comm.finished.wait(control.remaining(deadline_ns))
-        result = self._links.end_comm(comm.meeting, deadline_ns)
-        if not ended or result is not LLMStatusCode.LLM_SUCCESS:
+        comm.worker.join(control.remaining(deadline_ns))
+        if comm.worker.is_alive() or not self._links.end_all(comm.links, deadline_ns):
             raise LLMException(
                 f"communicator {number} ({comm.name}) is still in use", status_code=LLMStatusCode.LLM_UNLINK_FAILED
             )
-        with self._lock:
+        with self._changed:
             self._comms.pop(number, None)
 
-    def close(self) -> None:
-        """Stop all preparation."""
+    def cancel(self) -> None:
+        """Stop all preparation; `wait` for its end."""
         for comm in list(self._comms.values()):
             self._cancel(comm)
 
-    @staticmethod
-    def _cancel(comm: Communicator) -> None:
-        with comm.changed:
+    def wait(self, deadline_ns: int) -> None:
+        """Wait until no preparation goes on."""
+        for comm in list(self._comms.values()):
+            comm.worker.join(control.remaining(deadline_ns))
+
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child, where no preparation goes on."""
+        for listener in self._listeners:
+            listener.close()
+
+    def _cancel(self, comm: Communicator) -> None:
+        with self._changed:
             if comm.state is CommState.PREPARING:
                 comm.state = CommState.ENDED
-            comm.changed.notify_all()
+                self._changed.notify_all()
 
     def _get(self, number: int) -> Communicator:
         comm = self._comms.get(number)
@@ -127,50 +145,73 @@ class Communicators:
         return comm
 
     def _entered(self, link: Link) -> None:
-        if link.comm:
-            for comm in list(self._comms.values()):
-                if comm.meeting == link.comm:
-                    with comm.changed:
-                        comm.linked.add(link.cluster_id)
-                        comm.changed.notify_all()
+        with self._changed:
+            for comm in self._comms.values():
+                if comm.meeting == link.comm and comm.state is CommState.PREPARING:
+                    comm.links.append(link)
+                    self._changed.notify_all()
+                    return
+        raise Gone("the communicator has ended meanwhile")
 
     def _prepare(self, comm: Communicator) -> None:
         try:
-            if not self._turn.acquire(timeout=control.remaining(comm.deadline_ns)):
-                raise TimedOut(f"{PREPARING} other communicators were being prepared all the time")
-            try:
+            with self._turn(comm):
                 self._meet(comm)
-            finally:
-                self._turn.release()
-            with comm.changed:
+            with self._changed:
                 if comm.state is CommState.PREPARING:
+                    self._links.open(comm.links)
                     comm.state = CommState.READY
         except (TimedOut, Gone, NotThere, Refused, Malformed, Unreadable, BackendError, OSError) as e:
             get_logger().error("communicator %s did not come about: %s", comm.name, e)
-            with comm.changed:
+            with self._changed:
                 if comm.state is CommState.PREPARING:
                     comm.state = CommState.FAILED
         finally:
-            comm.finished.set()
+            if comm.state is not CommState.READY:
+                # No transfer has used them, so nothing is waited for.
+                self._links.end_all(comm.links, time.monotonic_ns())
+
+    @contextmanager
+    def _turn(self, comm: Communicator) -> Iterator[None]:
+        """Wait until few enough others are being prepared."""
+        with self._changed:
+            self._wait(comm, lambda: self._preparing < PREPARING, lambda: f"{PREPARING} others were always before it")
+            self._preparing += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._preparing -= 1
+                self._changed.notify_all()
+
+    def _wait(self, comm: Communicator, done: Callable[[], bool], why_not: Callable[[], str]) -> None:
+        def ended() -> bool:
+            return comm.state is not CommState.PREPARING
+
+        if not self._changed.wait_for(lambda: ended() or done(), control.remaining(comm.deadline_ns)):
+            raise TimedOut(why_not())
+        if ended():
+            raise Gone("unlinked meanwhile")
 
     def _meet(self, comm: Communicator) -> None:
         mine = comm.ranks[self._cluster_id]
-        others = [cluster for cluster in comm.ranks if cluster != self._cluster_id]
         listener = control.listen(self._namespace, self._place(comm, self._cluster_id))
+        self._listeners.add(listener)
         self._service.listen(listener, self._links.accept)
         try:
-            for cluster in others:
+            for cluster in comm.missing(self._cluster_id):
                 if self._loopback and not self._is_there(comm, cluster):
                     self._connect(comm, self._cluster_id, alias=cluster)
                 elif comm.ranks[cluster] < mine:
                     self._connect(comm, cluster)
-            with comm.changed:
-                while not comm.linked.issuperset(others):
-                    left = control.remaining(comm.deadline_ns)
-                    if comm.state is not CommState.PREPARING or (not comm.changed.wait(left) and not left):
-                        missing = sorted(set(others) - comm.linked)
-                        raise TimedOut(f"clusters {missing} did not come in time")
+            with self._changed:
+                self._wait(
+                    comm,
+                    lambda: not comm.missing(self._cluster_id),
+                    lambda: f"clusters {comm.missing(self._cluster_id)} did not come in time",
+                )
         finally:
+            self._listeners.discard(listener)
             self._service.release(listener)
 
     def _place(self, comm: Communicator, cluster: int) -> Address:
@@ -185,17 +226,19 @@ class Communicators:
         return True
 
     def _connect(self, comm: Communicator, cluster: int, alias: int | None = None) -> None:
-        request = LinkRequest(cluster, comm=comm.meeting, alias=alias)
+        # A loop-back link is told from others of the same engine by the member that it stands for.
+        local = () if alias is None else (self._place(comm, alias),)
+        request = LinkRequest(cluster, local, comm=comm.meeting, alias=alias)
         while True:
             try:
                 channel = control.connect(self._namespace, self._place(comm, cluster), comm.deadline_ns)
             except NotThere:
-                with comm.changed:
-                    if comm.state is not CommState.PREPARING:
-                        raise Gone("unlinked meanwhile") from None
+                with self._changed:
                     if time.monotonic_ns() > comm.deadline_ns:
                         raise TimedOut(f"cluster {cluster} did not come in time") from None
-                    comm.changed.wait(RETRY_S)
+                    if comm.state is not CommState.PREPARING:
+                        raise Gone("unlinked meanwhile") from None
+                    self._changed.wait(RETRY_S)
                 continue
             self._links.greet(channel, request, comm.deadline_ns)
             return

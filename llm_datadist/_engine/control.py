@@ -28,9 +28,11 @@ from llm_datadist._log import get_logger
 __all__ = ["Channel", "Gone", "NotThere", "Service", "TimedOut", "connect", "listen"]
 
 MAX_NAME = 107
-MAX_FDS = 64
+MAX_FDS = 192
 #: How soon to try again when the process had no descriptor left for a new connection.
 RETRY_S = 1.0
+#: Longer waits overflow poll(); who waits longer is woken and waits again, or gives up after eleven days.
+LONGEST_S = 1e6
 SO_PEERPIDFD = 77  # Linux 6.5; not yet in the socket module
 PEER_CREDENTIALS = struct.Struct("3i")
 
@@ -49,7 +51,7 @@ class TimedOut(Exception):
 
 def socket_name(namespace: str, address: Address) -> bytes:
     """Name the abstract socket of an address."""
-    name = f"llm_datadist/{os.getuid()}/{namespace}/{address}".encode()
+    name = f"llm_datadist/{os.getuid()}/{namespace}/{address}".encode(errors="surrogateescape")
     if len(name) > MAX_NAME:
         name = b"llm_datadist/" + hashlib.sha256(name).hexdigest().encode()
     return b"\0" + name
@@ -97,8 +99,8 @@ def connect(namespace: str, address: Address, deadline_ns: int) -> Channel:
 
 
 def remaining(deadline_ns: int) -> float:
-    """Seconds until a deadline, at least 0."""
-    return max(deadline_ns - time.monotonic_ns(), 0) / 1e9
+    """Seconds until a deadline, at least 0, and no more than any wait of the system takes."""
+    return min(max(deadline_ns - time.monotonic_ns(), 0) / 1e9, LONGEST_S)
 
 
 class Channel:
@@ -178,7 +180,7 @@ class Channel:
         self._fds.extend(fds)
         if flags & socket.MSG_CTRUNC or len(self._fds) > MAX_FDS:
             self._drop_fds()
-            raise Malformed("more descriptors came than a frame may carry")
+            raise Malformed("descriptors were lost: too many in one frame, or none free in this process")
         if not data:
             raise Gone("the peer closed the connection")
         self._received += data
@@ -222,10 +224,6 @@ class Channel:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
-
-    def abandon(self) -> None:
-        """Close the descriptors in a forked child, without a word to the peer."""
-        self.close()
 
 
 class Service:
@@ -326,13 +324,21 @@ class Service:
             starved, self._starved = self._starved, []
             for key, _ in self._selector.select(RETRY_S if starved else None):
                 if key.fd in self._selector.get_map():
-                    key.data()
+                    self._guarded(key.data)
             self._jobs.extend(starved)
             self._run_jobs()
 
     def _run_jobs(self) -> None:
         while self._jobs:
-            self._jobs.popleft()()
+            self._guarded(self._jobs.popleft())
+
+    @staticmethod
+    def _guarded(job: Callable[[], None]) -> None:
+        """Keep one failing job from ending the thread that all links depend on."""
+        try:
+            job()
+        except Exception:
+            get_logger().error("the service thread met an unexpected error and goes on", exc_info=True)
 
     def _register(self, what: socket.socket | int, ready: Callable[[], None]) -> None:
         fd = what if isinstance(what, int) else what.fileno()

@@ -44,6 +44,9 @@ MAX_LINKS = 1024
 PAGE = 4096
 ENTRY_BYTES = 64
 SMALLEST_INDEX = 512
+#: What a reader believes of a peer at most: a million tensors in one cache, and directories not far above ours.
+LARGEST_RECORD = 16 << 20
+LARGEST_WINDOW = 1 << 30
 
 # header words
 W_MAGIC, W_VERSION, W_INCARNATION, W_STATE, W_TABLE, W_EPOCH, W_CAPACITY = (8 * i for i in range(7))
@@ -144,6 +147,11 @@ class Directory:
         words.store(self._base + W_STATE, LIVE)
         words.store(self._base + W_MAGIC, MAGIC)
 
+    @staticmethod
+    def holds(tensors: int, keys: int) -> bool:
+        """Say whether a cache of so many tensors, on all devices, can be recorded at all."""
+        return (7 + 2 * tensors + 2 * keys + 4) * 8 <= LARGEST_RECORD
+
     def take_entries(self, count: int) -> list[int]:
         """Reserve entry numbers, those longest free first, so that late writes of peers meet no new owner soon."""
         while len(self._free) < count and self._used_up_to < self.layout.entry_count:
@@ -173,17 +181,17 @@ class Directory:
                 *(number for pair in record.keys for number in pair),
             ),
         )
+        if (len(body) + 4) * 8 > LARGEST_RECORD:
+            raise MemoryError(f"a cache's record of {(len(body) + 4) * 8} bytes is above {LARGEST_RECORD}")
         offset = self._arena.take((len(body) + 4) * 8)
         if offset is None:
             raise MemoryError("the directory has no room for another cache")
         words.write_record(self._base + self.layout.arena + offset, record.generation, body)
-        self._touch()
         return self.layout.arena + offset
 
     def retire_record(self, offset: int, generation: int) -> None:
         """Withdraw a record: from here on no reader that finds bytes of a later owner calls them good."""
         words.retire(self._base + offset, generation)
-        self._touch()
 
     def free_record(self, offset: int, record: Record) -> None:
         """Let a retired record's room be used again."""
@@ -198,6 +206,8 @@ class Directory:
         if words.index_insert(self._base + self.layout.index, self._capacity, *key, number):
             self._filled += 1
         self._live += 1
+        if key.kind == CACHE:
+            self._touch()
 
     def replace(self, number: int, key: Key, entry: Entry) -> None:
         """Write a published entry anew, under another generation."""
@@ -210,10 +220,13 @@ class Directory:
 
     def withdraw(self, number: int, key: Key, generation: int) -> None:
         """Make an entry absent, and its number free for later."""
+        # First out of the index: a reader that finds the word of an entry that is odd believes it is being rewritten.
+        if words.index_remove(self._base + self.layout.index, self._capacity, *key, number):
+            self._live -= 1
         words.retire(self._base + self.layout.entries + number * ENTRY_BYTES, generation)
-        words.index_remove(self._base + self.layout.index, self._capacity, *key, number)
-        self._live -= 1
         self._free.append(number)
+        if key.kind == CACHE:
+            self._touch()
 
     def open_link(self, slot: int, epoch: int) -> None:
         """Let a peer's transfers pass that expect this epoch in its link word."""
@@ -231,6 +244,7 @@ class Directory:
                 self.close_link(slot)
 
     def _touch(self) -> None:
+        # Last: who reads the new version reads the new table.
         words.store(self._base + W_TABLE, words.load(self._base + W_TABLE) + 1)
 
     def _rebuild(self) -> None:
@@ -254,6 +268,8 @@ class PeerDirectory:
     def __init__(self, window: Window, incarnation: int) -> None:
         self._base = window.address
         try:
+            if window.nbytes > LARGEST_WINDOW:
+                raise ValueError(f"a directory of {window.nbytes} bytes is too large")
             self.layout = Layout.of(window.nbytes)
         except ValueError as e:
             raise Unreadable(f"the peer's directory can't be one: {e}") from e
@@ -262,6 +278,8 @@ class PeerDirectory:
             raise Unreadable(f"the peer's directory has magic and version {found}, expected {(MAGIC, VERSION)}")
         if words.load(self._base + W_INCARNATION) != incarnation:
             raise Unreadable("the peer's directory belongs to another incarnation than its greeting said")
+        if words.load(self._base + W_STATE) != LIVE:
+            raise Unreadable("the peer is being finalized")
 
     def link_word(self, slot: int) -> int:
         """Give the address of the link word of a slot."""
@@ -324,7 +342,7 @@ class PeerDirectory:
 
     def record(self, entry: Entry) -> Record | None:
         """Read the record that an entry names; None if it has gone since."""
-        found = words.read_record(self._base + entry.record, self.layout.nbytes - entry.record)
+        found = words.read_record(self._base + entry.record, min(self.layout.nbytes - entry.record, LARGEST_RECORD))
         if found is None or found[0] != entry.memory_generation:
             return None
         generation, body = found

@@ -20,14 +20,15 @@ from llm_datadist._engine.directory import Directory
 from llm_datadist._engine.links import LinkRequest, Links, Terms
 from llm_datadist._engine.paths import Rules
 from llm_datadist._engine.space import Space
+from llm_datadist._engine.staging import STAGING_BYTES, Staging
 from llm_datadist._engine.transfers import Transfers
 from llm_datadist._log import get_logger
-from llm_datadist.backend import Backend, BackendError, MemoryKind
+from llm_datadist.backend import Backend, BackendError, MemoryKind, Region
 from llm_datadist.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from llm_datadist._addresses import Address
-    from llm_datadist.configs import EngineConfig
+    from llm_datadist._options import EngineConfig
 
 __all__ = ["Engine"]
 
@@ -66,10 +67,15 @@ class Engine:
                 self._directory = Directory(directory_window, incarnation)
                 board = Board(board_window, self._directory.layout.entry_count)
                 pools = self._reserve_pools()
+                staged = self._reserve_staging()
+                self._service = Service(f"llm_datadist {config.cluster_id}")
             except BackendError as e:
                 raise codes.exception_of(e, config.cache_manager) from e
+            except (OSError, RuntimeError) as e:
+                raise LLMException(
+                    f"the engine can't start its service thread: {e}", status_code=LLMStatusCode.LLM_FAILED
+                ) from e
             self.caches = Caches(backend, self._directory, board, pools, config.cache_manager)
-            self._service = Service(f"llm_datadist {config.cluster_id}")
             undo.callback(lambda: self._service.stop(time.monotonic_ns() + CLOSE_NS))
             terms = Terms(
                 config.cluster_id,
@@ -90,7 +96,8 @@ class Engine:
                 config.loopback,
             )
             rules = Rules(config.cache_manager, config.remote_accessible, config.device_pool is not None)
-            self.transfers = Transfers(self.caches, self.links, config.sync_timeout_ms, rules)
+            self.staging = Staging(backend, staged, self.caches, self.links)
+            self.transfers = Transfers(self.caches, self.links, self.staging, config.sync_timeout_ms, rules)
             self.copies = Copies(backend, self.caches, config.cache_manager)
             undo.pop_all()
         forks.watch(self)
@@ -102,7 +109,12 @@ class Engine:
         for device in self.config.devices:
             region = self.backend.reserve(device, None, MemoryKind.DEVICE)
             limit = region.nbytes if self.config.memory_limit is None else self.config.memory_limit
-            pools.append(Pool(region, Space(region.nbytes, TENSOR_ALIGNMENT), limit))
+            by = (
+                "llm.Simulator.AddressSpace"
+                if self.config.memory_limit is None
+                else "ge.flowGraphMemMaxSize times llm.MemoryUtilization"
+            )
+            pools.append(Pool(region, Space(region.nbytes, TENSOR_ALIGNMENT), limit, by))
         return pools
 
     def _reserve_paged_pools(self) -> list[Pool]:
@@ -114,8 +126,15 @@ class Engine:
             if pool is not None:
                 region = self.backend.reserve(self.config.devices[0], pool.memory_size, kind)
                 space = Space(pool.memory_size, 1 << pool.page_shift)
-                pools.append(Pool(region, space, space.nbytes))
+                option = "llm.MemPoolConfig" if kind is MemoryKind.DEVICE else "llm.HostMemPoolConfig"
+                pools.append(Pool(region, space, space.nbytes, option))
         return pools
+
+    def _reserve_staging(self) -> Region | None:
+        # Only memory that users register may be out of a peer's reach, and only this mode has that.
+        if not self.config.cache_manager:
+            return None
+        return self.backend.reserve(self.config.devices[0], STAGING_BYTES, MemoryKind.DEVICE)
 
     # ------------------------------------------------------------------ links
 
@@ -129,12 +148,13 @@ class Engine:
         refusal = self._check_number(requests) or self._check_addresses(requests)
         if refusal is not None:
             return refusal, []
-        if not self.links.one_call().acquire(blocking=False):
-            return LLMStatusCode.LLM_PROCESSING_LINK, []
+        caller = object()
         try:
+            if not self.links.one_call.claim(caller):
+                return LLMStatusCode.LLM_PROCESSING_LINK, []
             results = self.links.link(requests, timeout_ms)
         finally:
-            self.links.one_call().release()
+            self.links.one_call.release(caller)
         fine = (
             LLMStatusCode.LLM_SUCCESS,
             LLMStatusCode.LLM_ALREADY_LINK,
@@ -158,12 +178,13 @@ class Engine:
         refusal = self._check_number(requests) or self._check_addresses([r for r in requests if r.local or r.remote])
         if refusal is not None:
             return refusal, []
-        if not self.links.one_call().acquire(blocking=False):
-            return LLMStatusCode.LLM_PROCESSING_LINK, []
+        caller = object()
         try:
+            if not self.links.one_call.claim(caller):
+                return LLMStatusCode.LLM_PROCESSING_LINK, []
             results = self.links.unlink(requests, timeout_ms, force, as_client=as_client)
         finally:
-            self.links.one_call().release()
+            self.links.one_call.release(caller)
         failed = any(r not in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_NOT_YET_LINK) for r in results)
         return (LLMStatusCode.LLM_UNLINK_FAILED if failed else LLMStatusCode.LLM_SUCCESS), results
 
@@ -234,20 +255,33 @@ class Engine:
                 return
             self.closed = "the engine was finalized"
         deadline_ns = time.monotonic_ns() + CLOSE_NS
-        self._directory.close()
-        self.communicators.close()
-        self.links.close(deadline_ns)
+        with contextlib.ExitStack() as steps:  # the last one pushed comes first, and none is left out
+            steps.callback(self._close_memory, deadline_ns)
+            steps.callback(self._close_caches, deadline_ns)
+            steps.callback(self.staging.close, deadline_ns)
+            steps.callback(self.communicators.wait, deadline_ns)
+            steps.callback(self.links.close, deadline_ns)
+            steps.callback(self.communicators.cancel)
+            steps.callback(self._directory.close)
+
+    def _close_caches(self, deadline_ns: int) -> None:
         left = self.caches.close(deadline_ns)
         if left is not None:
             get_logger().info("at finalize %s", left)
-        if not self._service.stop(deadline_ns):
-            get_logger().warning("the service thread did not end in time")
-        self.backend.close()
+
+    def _close_memory(self, deadline_ns: int) -> None:
+        stopped = self._service.stop(deadline_ns)
+        if self.caches.wait_unused(deadline_ns) and stopped:
+            self.backend.close()
+        else:
+            # Unmapping memory under a thread that uses it would end the process; the exit gives it back.
+            get_logger().error("finalize leaves its memory mapped: %s", "a transfer or copy does not end")
 
     def abandon(self) -> None:
         """Let go of the descriptors in a forked child. The parent's engine goes on unharmed."""
         if self.closed is None:
             self.closed = "this engine was inherited from the parent process; make and init a new LLMDataDist here"
+            self.communicators.abandon()
             self.links.abandon()
             self._service.abandon()
             self.backend.abandon()

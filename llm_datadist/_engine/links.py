@@ -8,7 +8,6 @@ or unlinked, so that a transfer can say why it is refused.
 from __future__ import annotations
 
 import base64
-import binascii
 import enum
 import itertools
 import os
@@ -28,6 +27,7 @@ from llm_datadist._engine import codes, control
 from llm_datadist._engine.board import Board, PeerBoard
 from llm_datadist._engine.control import Channel, Gone, NotThere, Service, TimedOut
 from llm_datadist._engine.directory import MAX_LINKS, Directory, PeerDirectory, Unreadable
+from llm_datadist._engine.uses import Turn, Use
 from llm_datadist._engine.wire import Frame, Kind, Malformed
 from llm_datadist._log import get_logger
 from llm_datadist.backend import Backend, BackendError, Endpoint, Export, Failure, Pair
@@ -42,6 +42,8 @@ HANDSHAKE_NS = 60 * 10**9
 #: A client that has connected greets at once; silent ones must not keep the workers for long.
 HELLO_NS = 5 * 10**9
 REMEMBERED = 1024
+RELEASE_S = 5
+REPLY_NS = 10**8
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,15 @@ class Refused(Exception):
         self.code = code
 
 
+class Answer:
+    """What a request waits for."""
+
+    def __init__(self) -> None:
+        self.frame: Frame | None = None
+        #: Set when it has come, and when it never will.
+        self.settled = threading.Event()
+
+
 @dataclass(eq=False)
 class Link:
     """One peer, and the data path to it."""
@@ -108,11 +119,13 @@ class Link:
     reason: str = ""
     #: A user of this side has asked for the link, not only the peer's.
     wanted: bool = False
-    #: Held during a transfer, a check, or an unlink.
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    #: A transfer has gone by staging, which is said once.
+    staged: bool = False
+    #: Of the one transfer, check, or unlink at a time.
+    turn: Turn = field(default_factory=Turn)
     #: What transfers keep from one to the next (see transfers.py).
     kept: dict[Hashable, Any] = field(default_factory=dict)
-    answers: dict[int, threading.Event] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
     requests: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
@@ -163,13 +176,20 @@ class Links:
         self._slots = deque(range(MAX_LINKS))
         #: Slots whose peer was writing when its link went, with a pidfd of it, or -1.
         self._lingering: dict[int, int] = {}
-        #: Called with each new link.
+        #: Called with each new link of a communicator, which takes it over or raises `Gone`.
         self.entered: Callable[[Link], None] = lambda link: None
+        #: Called in the service thread with each STAGE frame.
+        self.stage: Callable[[Link, Frame], None] = lambda link, frame: None
+        #: Called with each link that has ended, after its last frame.
+        self.ended: Callable[[Link], None] = lambda link: None
         self._epochs = itertools.count(secrets.randbelow(1 << 61) + (1 << 61) << 1, 2)
         self._listeners: list[tuple[Address, socket.socket]] = []
         self._paused = False
         self._accepting = 0
-        self._one_call = threading.Lock()
+        #: Of the one link or unlink call at a time of KvCacheManager mode.
+        self.one_call = Turn()
+        #: Clusters that a call is linking to.
+        self._linking: set[int] = set()
         self._closing = False
         #: Those that answer clients; some may have ended.
         self._workers: set[threading.Thread] = set()
@@ -209,6 +229,10 @@ class Links:
         self._listeners = [item for item in self._listeners if item[1] not in closed]
         for sock in closed:
             self._service.release(sock)
+        # Nobody can link at the old addresses, and others can listen there, when this returns.
+        released = threading.Event()
+        self._service.call(released.set)
+        released.wait(RELEASE_S)
 
     def any_made(self) -> bool:
         """Say whether a user of this side has made a link that is still known."""
@@ -245,7 +269,13 @@ class Links:
             for _, listener in self._listeners:
                 self._service.pause(listener)
         worker = threading.Thread(target=self._serve, args=(sock,), name="llm_datadist link", daemon=True)
-        worker.start()
+        try:
+            worker.start()
+        except RuntimeError as e:
+            get_logger().error("a link can't be served: %s", e)
+            sock.close()
+            self._served()
+            return
         self._workers = {*filter(threading.Thread.is_alive, self._workers), worker}
 
     def _served(self) -> None:
@@ -384,6 +414,17 @@ class Links:
 
     def _link_one(self, request: LinkRequest, deadline_ns: int) -> LLMStatusCode:
         with self._lock:
+            if request.cluster_id in self._linking:
+                return LLMStatusCode.LLM_ALREADY_LINK
+            self._linking.add(request.cluster_id)
+        try:
+            return self._link_alone(request, deadline_ns)
+        finally:
+            with self._lock:
+                self._linking.discard(request.cluster_id)
+
+    def _link_alone(self, request: LinkRequest, deadline_ns: int) -> LLMStatusCode:
+        with self._lock:
             links = list(self._routes.get((request.cluster_id, False), ()))
             standing = [link for link in links if not link.comm and link.usable()]
             if any(link.wanted for link in standing):
@@ -502,7 +543,7 @@ class Links:
             comm = request.comm if request else frame.text("comm")
             try:
                 data = base64.b64decode(frame.text("export"), validate=True)
-            except binascii.Error as e:
+            except ValueError as e:
                 raise Malformed(f"field 'export' is not base64: {e}") from e
         except BaseException:
             close_all(fds)
@@ -540,10 +581,18 @@ class Links:
                 raise Gone("this engine is being finalized")
             old = self._links.get(key)
             self._links[key] = link
-            self._routes.setdefault(self._route(link), []).append(link)
+            if not link.comm:
+                self._routes.setdefault(self._route(link), []).append(link)
         if old is not None:
             self._remove(old, "replaced by a new link of the same peer")
-        self.entered(link)
+        if link.comm:
+            self.entered(link)
+
+    def open(self, links: Sequence[Link]) -> None:
+        """Let transfers use the links of a communicator."""
+        with self._lock:
+            for link in links:
+                self._routes.setdefault(self._route(link), []).append(link)
 
     def _watch(self, link: Link) -> None:
         self._service.watch(
@@ -553,48 +602,54 @@ class Links:
     # ------------------------------------------------------------------ frames after the handshake
 
     def _frame(self, link: Link, frame: Frame) -> None:
-        soon = time.monotonic_ns() + 10**8
         if frame.kind is Kind.PING:
-            self._reply(link, Frame(Kind.PONG, frame.request), soon)
+            self.reply(link, Frame(Kind.PONG, frame.request))
         elif frame.kind is Kind.UNLINK:
             self._forget(link)
             self._close_slot(link)
-            self._reply(link, Frame(Kind.UNLINKED, frame.request), soon)
+            self.reply(link, Frame(Kind.UNLINKED, frame.request))
             self._remove(link, "the peer has unlinked")
-        elif frame.kind in (Kind.PONG, Kind.UNLINKED):
-            answered = link.answers.pop(frame.request, None)
-            if answered is not None:
-                answered.set()
+        elif frame.kind is Kind.STAGE:
+            self.stage(link, frame)
+        elif frame.kind in (Kind.PONG, Kind.UNLINKED, Kind.STAGED):
+            answer = link.answers.pop(frame.request, None)
+            if answer is not None:
+                answer.frame = frame
+                answer.settled.set()
         else:
             raise Malformed(f"a {frame.kind.name} frame has no place on a standing link")
 
-    def _reply(self, link: Link, frame: Frame, deadline_ns: int) -> None:
+    def reply(self, link: Link, frame: Frame) -> None:
+        """Send an answer; a peer that does not take it at once is hung up on."""
         try:
-            link.channel.send(frame, deadline_ns)
+            link.channel.send(frame, time.monotonic_ns() + REPLY_NS)
         except (Gone, TimedOut) as e:
             get_logger().warning("could not answer cluster %d: %s", link.cluster_id, e)
             # Half a frame may have gone out, and a peer that does not read must not hold up the service thread again.
             link.channel.hang_up()
 
-    def _ask(self, link: Link, kind: Kind, deadline_ns: int) -> None:
+    def ask(self, link: Link, kind: Kind, deadline_ns: int, body: dict[str, object] | None = None) -> Frame:
+        """Send a request and wait for its answer; raise `Gone` or `TimedOut`."""
         request = next(link.requests)
-        answered = link.answers[request] = threading.Event()
+        answer = link.answers[request] = Answer()
         try:
-            link.channel.send(Frame(kind, request), deadline_ns)
-            if not answered.wait(control.remaining(deadline_ns)):
+            link.channel.send(Frame(kind, request, body or {}), deadline_ns)
+            if not answer.settled.wait(control.remaining(deadline_ns)):
                 raise TimedOut("the peer did not answer in time")
-            if link.state is State.BROKEN and not link.endpoint.alive():
+            if answer.frame is None:
                 raise Gone(link.reason)
+            return answer.frame
         finally:
             link.answers.pop(request, None)
 
     def _peer_gone(self, link: Link, why: str) -> None:
         # In the service thread. The entry stays, with its reason; what it held goes.
         link.break_(f"{why} (peer gone)")
-        for answered in list(link.answers.values()):
-            answered.set()
         self._close_slot(link)
         self._let_go(link)
+        # Who asks from now on finds that the connection has ended.
+        for answer in list(link.answers.values()):
+            answer.settled.set()
         self._prune()
 
     # ------------------------------------------------------------------ checking and unlinking
@@ -604,10 +659,10 @@ class Links:
         link = self.to(cluster_id)
         if not link.usable():
             raise self.not_linked(cluster_id, link)
-        deadline_ns = time.monotonic_ns() + timeout_ms * 10**6
-        self.acquire(link, deadline_ns)
+        use = Use()
         try:
-            self._ask(link, Kind.PING, deadline_ns)
+            deadline_ns = self.take(link, use, timeout_ms)
+            self.ask(link, Kind.PING, deadline_ns)
         except TimedOut as e:
             raise LLMException(
                 f"cluster {cluster_id} gave no sign of life within {timeout_ms} ms",
@@ -617,29 +672,34 @@ class Links:
             link.break_(f"{e} (peer gone)")
             raise self.not_linked(cluster_id, link) from e
         finally:
-            self.release(link)
+            self.give_back(use)
 
-    def acquire(self, link: Link, deadline_ns: int) -> None:
-        """Take a link for one operation; `release` must follow.
+    def take(self, link: Link, use: Use, timeout_ms: int) -> int:
+        """Take a link for one operation, and give the operation's deadline; `give_back` must follow.
 
-        In KvCacheManager mode another operation on it is LINK_BUSY; in CacheManager mode it is waited for.
+        In KvCacheManager mode another operation on it is LINK_BUSY; in CacheManager mode it is waited for, as long as
+        an operation may take, and the operation's own time begins after that.
         """
-        if not link.lock.acquire(blocking=False):
-            wait = self.terms.cache_manager
-            if not (wait and link.lock.acquire(timeout=control.remaining(deadline_ns))):
-                raise LLMException(
-                    f"the link with cluster {link.cluster_id} is in use by another operation",
-                    status_code=LLMStatusCode.LLM_TIMEOUT if wait else LLMStatusCode.LLM_LINK_BUSY,
-                )
+        use.link = link
+        limit_ns = timeout_ms * 1_000_000
+        wait = self.terms.cache_manager
+        if not link.turn.claim(use, time.monotonic_ns() + limit_ns if wait else None):
+            raise LLMException(
+                f"the link with cluster {link.cluster_id} is in use by another operation",
+                status_code=LLMStatusCode.LLM_TIMEOUT if wait else LLMStatusCode.LLM_LINK_BUSY,
+            )
         if link.state is not State.READY:
-            self.release(link)
             raise self.not_linked(link.cluster_id, link)
+        return time.monotonic_ns() + limit_ns
 
-    def release(self, link: Link) -> None:
-        """End the operation that held the link; if the link went meanwhile, let its memory go."""
-        link.lock.release()
-        if link.state is not State.READY:
-            self._dispose_if_gone(link)
+    def give_back(self, use: Use) -> None:
+        """End the operation that had the link; if the link went meanwhile, let its memory go."""
+        link = use.link
+        if link is not None:
+            link.turn.release(use)
+            use.link = None
+            if link.state is not State.READY:
+                self._dispose_if_gone(link)
 
     def unlink(
         self, requests: Sequence[LinkRequest], timeout_ms: int, force: bool, *, as_client: bool
@@ -676,14 +736,14 @@ class Links:
 
     def _end(self, link: Link, deadline_ns: int, *, tell: bool) -> LLMStatusCode:
         """Remove a link between two transfers, and tell the peer."""
-        wait = control.remaining(deadline_ns) if self.terms.cache_manager else 0
-        if not link.lock.acquire(timeout=wait):
+        use = Use()
+        if not link.turn.claim(use, deadline_ns if self.terms.cache_manager else None):
             get_logger().error("cluster %d is not unlinked: a transfer is under way", link.cluster_id)
             return LLMStatusCode.LLM_UNLINK_FAILED if self.terms.cache_manager else LLMStatusCode.LLM_LINK_BUSY
         result = LLMStatusCode.LLM_SUCCESS
         try:
             if tell and link.endpoint.alive():
-                self._ask(link, Kind.UNLINK, deadline_ns)
+                self.ask(link, Kind.UNLINK, deadline_ns)
         except Gone:
             # The other end went by itself, so there is nobody left to tell.
             pass
@@ -695,20 +755,14 @@ class Links:
                 else LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED
             )
         finally:
-            link.lock.release()
+            link.turn.release(use)
         self._remove(link, "unlinked")
         return result
 
-    def end_comm(self, comm: str, deadline_ns: int) -> LLMStatusCode:
-        """Remove the links of a communicator locally."""
-        with self._lock:
-            found = [link for link in self._links.values() if link.comm == comm]
-        results = [self._end(link, deadline_ns, tell=False) for link in found]
-        return next((r for r in results if r is not LLMStatusCode.LLM_SUCCESS), LLMStatusCode.LLM_SUCCESS)
-
-    def one_call(self) -> threading.Lock:
-        """Give the lock that stands for the one link or unlink call at a time of KvCacheManager mode."""
-        return self._one_call
+    def end_all(self, links: Sequence[Link], deadline_ns: int) -> bool:
+        """Remove this end of some links; say whether none was in use until the deadline."""
+        results = [self._end(link, deadline_ns, tell=False) for link in links]
+        return all(result is LLMStatusCode.LLM_SUCCESS for result in results)
 
     # ------------------------------------------------------------------ the end of a link
 
@@ -737,13 +791,16 @@ class Links:
         self._dispose_if_gone(link)
 
     def _dispose_if_gone(self, link: Link) -> None:
-        # Whoever holds the lock comes here again when it releases it, so one of the two always gets through.
-        if (link.state is State.GONE or not link.endpoint.alive()) and link.lock.acquire(blocking=False):
+        # Whoever has the turn comes here again after it, so one of the two always gets through.
+        use = Use()
+        if (link.state is State.GONE or not link.endpoint.alive()) and link.turn.claim(use):
             try:
+                # The slot remembers whom to watch, before the channel forgets.
+                self._close_slot(link)
                 link.endpoint.close()
                 self._service.dispose(link.channel)
             finally:
-                link.lock.release()
+                link.turn.release(use)
 
     def _prune(self) -> None:
         with self._lock:
@@ -791,6 +848,7 @@ class Links:
                 self._lingering[slot] = os.dup(link.channel.pidfd) if link.channel.pidfd >= 0 else -1
             else:
                 self._slots.append(slot)
+        self.ended(link)
 
     def _give_slot(self, slot: int) -> None:
         self._directory.close_link(slot)
@@ -815,18 +873,28 @@ class Links:
         for link in links:
             self._remove(link, "this engine was finalized")
             # A transfer of another thread may still run; it sees the closed connection and ends.
-            if link.lock.acquire(timeout=control.remaining(deadline_ns)):
-                self.release(link)
+            use = Use()
+            use.link = link
+            if link.turn.claim(use, deadline_ns):
+                self.give_back(use)
+        self._forget_lingering()
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child, and break every link."""
         for _, sock in self._listeners:
             sock.close()
         for channel in list(self._handshakes):
-            channel.abandon()
+            channel.close()
         for link in list(self._links.values()):
             link.state, link.reason = State.GONE, "inherited by a forked child"
-            link.channel.abandon()
+            link.channel.close()
+        self._forget_lingering()
+
+    def _forget_lingering(self) -> None:
+        while self._lingering:
+            _, pidfd = self._lingering.popitem()
+            if pidfd >= 0:
+                os.close(pidfd)
 
 
 def _has_ended(pidfd: int) -> bool:

@@ -6,10 +6,10 @@ the peer's process for anything, and nothing that it published is trusted furthe
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from llm_datadist._engine.caches import Cache, Caches
 from llm_datadist._engine.directory import (
@@ -34,7 +34,21 @@ from llm_datadist._kernels.runs import Bases
 from llm_datadist.backend import BackendError, Failure, MemoryKind, Place
 from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
 
-__all__ = ["AddressTable", "Found", "Path", "Rules", "absent", "describe", "find", "pull_path", "require_epoch"]
+__all__ = [
+    "STAGED",
+    "AddressTable",
+    "Found",
+    "Path",
+    "Rules",
+    "absent",
+    "describe",
+    "find",
+    "pull_path",
+    "require_epoch",
+]
+
+#: The route to memory that no endpoint reaches: by staging. Bases count bytes from the cache's first tensor on.
+STAGED = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +202,7 @@ def remote_bases(link: Link, record: Record, tensors: Sequence[int]) -> tuple[li
     try:
         for device in range(record.devices):
             for i in tensors:
-                region, offset = record.tensors[device * record.num_tensors + i]
-                place = link.endpoint.locate(region, offset, record.tensor_bytes)
+                place = _place(link, record, device * record.num_tensors + i, 0, record.tensor_bytes)
                 bases.append(place.base)
                 routes.add(place.route)
     except BackendError as e:
@@ -199,6 +212,17 @@ def remote_bases(link: Link, record: Record, tensors: Sequence[int]) -> tuple[li
     if len(routes) != 1:
         raise Unreadable("the tensors of one cache of the peer are reached in different ways")
     return bases, routes.pop()
+
+
+def _place(link: Link, record: Record, position: int, offset: int, nbytes: int) -> Place:
+    """Say where a range of a peer's tensor is, and which way leads there."""
+    region, start = record.tensors[position]
+    try:
+        return link.endpoint.locate(region, start + offset, nbytes)
+    except BackendError as e:
+        if e.kind is not Failure.UNSUPPORTED:
+            raise
+        return Place(position * record.tensor_bytes + offset, STAGED)
 
 
 def check_form(found: Found, *, blocks: bool) -> None:
@@ -224,34 +248,47 @@ class AddressTable:
                 try:
                     start = link.endpoint.address_of(region, offset)
                 except BackendError as e:
-                    raise Unreadable(f"a record of the peer's directory is wrong: {e.text}") from e
+                    if e.kind is not Failure.INVALID:
+                        raise
+                    continue  # no address of a process, so nobody can ask for it
                 ranges.append((start, position, entry, record))
         ranges.sort(key=lambda item: item[0])
         self._ranges = ranges
         self._starts = [item[0] for item in ranges]
-        #: The furthest end of all ranges up to this one: registrations may overlap, and the nearest start may be of one
-        #: that ends too early.
-        self._ends = list(itertools.accumulate((start + r.tensor_bytes for start, _, _, r in ranges), max))
+        #: The furthest end among a range and all before it: registered caches may overlap.
+        self._reach = list(accumulate((start + record.tensor_bytes for start, _, _, record in ranges), max))
 
     @staticmethod
-    def of(link: Link, deadline_ns: int) -> AddressTable:
-        """Give the table of a link, read anew if a cache has come or gone."""
-        table: AddressTable | None = link.kept.get(AddressTable)
-        if table is None or table.version != link.directory.table_version():
-            table = link.kept[AddressTable] = AddressTable(link, deadline_ns)
-        return table
+    def look_up(link: Link, address: int, nbytes: int, deadline_ns: int) -> tuple[Found, Place, int]:
+        """Give the cache whose tensor holds a range of a peer's addresses, its place, the bytes to the tensor's end.
 
-    def locate(self, link: Link, address: int, nbytes: int) -> tuple[Found, Place, int]:
-        """Give the cache whose tensor holds a range, its place, and the bytes from there to the tensor's end."""
-        at = bisect_right(self._starts, address) - 1
-        while at >= 0 and self._ends[at] >= address + nbytes:
-            start, position, entry, record = self._ranges[at]
-            room = start + record.tensor_bytes - address
-            if nbytes <= room:
-                region, offset = record.tensors[position]
-                place = link.endpoint.locate(region, offset + address - start, nbytes)
-                return Found(Key(CACHE, record.cache_id, 0), entry, record, 0, None), place, room
-            at -= 1
+        Raises
+        ------
+        LLMException
+            LLM_PARAM_INVALID when no tensor holds it.
+        """
+        kept: AddressTable | None = link.kept.get(AddressTable)
+        if kept is not None and kept.version == link.directory.table_version():
+            found = kept._locate(link, address, nbytes)
+            if found is not None:
+                return found
+        # Perhaps a cache came while the table was read, so it is read once more before anything is refused.
+        table = link.kept[AddressTable] = AddressTable(link, deadline_ns)
+        found = table._locate(link, address, nbytes)
+        if found is not None:
+            return found
+        require_epoch(link)
         raise ParamInvalid(
             f"{nbytes} bytes at address {address:#x} do not lie inside one tensor of cluster {link.cluster_id}"
         )
+
+    def _locate(self, link: Link, address: int, nbytes: int) -> tuple[Found, Place, int] | None:
+        at = bisect_right(self._starts, address) - 1
+        while at >= 0 and self._reach[at] >= address + nbytes:
+            start, position, entry, record = self._ranges[at]
+            room = start + record.tensor_bytes - address
+            if nbytes <= room:
+                place = _place(link, record, position, address - start, nbytes)
+                return Found(Key(CACHE, record.cache_id, 0), entry, record, 0, None), place, room
+            at -= 1
+        return None

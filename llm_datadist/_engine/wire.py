@@ -27,6 +27,8 @@ class Kind(enum.IntEnum):
     UNLINKED = 6
     PING = 7
     PONG = 8
+    STAGE = 9
+    STAGED = 10
 
 
 class Malformed(Exception):
@@ -53,8 +55,8 @@ class Frame:
     def text(self, name: str) -> str:
         """Give a field that must be text."""
         value = self.body.get(name)
-        if type(value) is not str:
-            raise Malformed(f"field {name!r} of a {self.kind.name} frame is {value!r}, expected text")
+        if type(value) is not str or not value.isprintable():
+            raise Malformed(f"field {name!r} of a {self.kind.name} frame is {value!a}, expected printable text")
         return value
 
     def texts(self, name: str) -> list[str]:
@@ -62,6 +64,15 @@ class Frame:
         value = self.body.get(name)
         if type(value) is not list or not all(type(item) is str for item in value):
             raise Malformed(f"field {name!r} of a {self.kind.name} frame is {value!r}, expected a list of texts")
+        return value
+
+    def numbers(self, name: str) -> list[int]:
+        """Give a field that must be a list of integers in [0, 2**64)."""
+        value = self.body.get(name)
+        if type(value) is not list or not all(type(item) is int and 0 <= item < 2**64 for item in value):
+            raise Malformed(
+                f"field {name!r} of a {self.kind.name} frame is {value!r:.200}, expected a list of integers"
+            )
         return value
 
 

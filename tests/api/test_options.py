@@ -7,7 +7,7 @@ import pytest
 
 from llm_datadist import LLMConfig, LLMException, LLMRole, LLMStatusCode
 from llm_datadist._addresses import Address
-from llm_datadist.configs import PoolConfig, parse_options
+from llm_datadist._options import PoolConfig, parse_options
 
 PROMPT, DECODER, MIX = LLMRole.PROMPT, LLMRole.DECODER, LLMRole.MIX
 DEVICE = {"ge.exec.deviceId": "0"}

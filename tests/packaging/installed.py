@@ -30,7 +30,11 @@ LIMIT_S = 60
 
 def expected_files() -> set[str]:
     files = set()
-    for package, folder in (("llm_datadist", ROOT / "llm_datadist"), ("llm_datadist/backends", ROOT / "backends")):
+    for package, folder in (
+        ("llm_datadist", ROOT / "llm_datadist"),
+        ("llm_datadist/backends", ROOT / "backends"),
+        ("llm_datadist_v1", ROOT / "llm_datadist_v1"),
+    ):
         for suffix in ("py", "pyi", "pxd", "h", "typed"):
             files |= {f"{package}/{file.relative_to(folder).as_posix()}" for file in folder.rglob(f"*.{suffix}")}
     compiled = {f"llm_datadist/_kernels/{file.stem}.so" for file in (ROOT / "llm_datadist/_kernels").glob("*.pyx")}

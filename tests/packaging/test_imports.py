@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGE, BACKENDS = ROOT / "llm_datadist", ROOT / "backends"
+PACKAGE, BACKENDS, FIRST = ROOT / "llm_datadist", ROOT / "backends", ROOT / "llm_datadist_v1"
 
 MEANINGS = {f"llm_datadist.{name}" for name in ("status", "cache_types", "configs", "datadist", "kv_cache_manager")}
 
@@ -39,7 +39,8 @@ def python_files(folder: Path) -> list[Path]:
 
 
 def ours(file: Path, **options: bool) -> set[str]:
-    return {name for name in imports(file, **options) if name.split(".")[0] in ("llm_datadist", "backends")}
+    top = ("llm_datadist", "llm_datadist_v1", "backends")
+    return {name for name in imports(file, **options) if name.split(".")[0] in top}
 
 
 def below(name: str, *parents: str) -> bool:
@@ -102,14 +103,20 @@ def test_the_demo_uses_the_public_api_alone():
         assert private in ([], ["llm_datadist._built"]), file
 
 
+def test_only_programs_import_the_paths_made_for_them():
+    for file in python_files(PACKAGE) + python_files(BACKENDS):
+        if file.parent != PACKAGE / "v2":
+            assert not [name for name in ours(file) if below(name, "llm_datadist.v2", "llm_datadist_v1")], file
+
+
 def test_no_cython_beside_the_mapping():
     assert not [*BACKENDS.rglob("*.pyx"), *BACKENDS.rglob("*.pxd")]
     assert not (PACKAGE / "backends").exists()
 
 
-@pytest.mark.parametrize("name", ["llm_datadist", "llm_datadist.backends"])
+@pytest.mark.parametrize("name", ["llm_datadist", "llm_datadist.backends", "llm_datadist_v1"])
 def test_every_package_is_listed_in_the_build_script(name):
-    top = {"llm_datadist": PACKAGE, "llm_datadist.backends": BACKENDS}[name]
+    top = {"llm_datadist": PACKAGE, "llm_datadist.backends": BACKENDS, "llm_datadist_v1": FIRST}[name]
     expected = {".".join([name, *init.parent.relative_to(top).parts]) for init in top.rglob("__init__.py")}
     calls = [node for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())) if isinstance(node, ast.keyword)]
     listed = next(set(ast.literal_eval(node.value)) for node in calls if node.arg == "packages")

@@ -361,6 +361,21 @@ def unlink_inherited(info: Any) -> None:
     _instance().unlink_clusters([info])
 
 
+def link_inherited(ranks: dict[int, int], table: str) -> list[str]:
+    """Use the rank-table calls of what the parent has made; give the status codes."""
+    codes = []
+    for call in (
+        lambda: _instance().link("name", ranks, table),
+        lambda: _instance().query_register_mem_status(1),
+        lambda: _instance().unlink(1),
+    ):
+        try:
+            call()
+        except LLMException as e:
+            codes.append(e.status_code.name)
+    return codes
+
+
 def finalize_inherited() -> None:
     """End what the parent has made."""
     _instance().finalize()

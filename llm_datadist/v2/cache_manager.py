@@ -1,0 +1,5 @@
+"""`CacheManager`."""
+
+from llm_datadist.cache_manager import CacheManager
+
+__all__ = ["CacheManager"]

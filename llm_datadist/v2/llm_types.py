@@ -1,0 +1,3 @@
+"""The public types."""
+
+from llm_datadist._compat import *

@@ -1,0 +1,3 @@
+"""Configuration."""
+
+from llm_datadist.configs import *

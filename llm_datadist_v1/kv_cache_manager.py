@@ -1,0 +1,5 @@
+"""`KvCacheManager`."""
+
+from llm_datadist.kv_cache_manager import KvCacheManager
+
+__all__ = ["KvCacheManager"]

@@ -1,0 +1,3 @@
+"""Two helpers that programs borrow."""
+
+from llm_datadist.v2.llm_utils import *

@@ -1,0 +1,3 @@
+"""Status codes, and the exceptions that carry them."""
+
+from llm_datadist.status import *

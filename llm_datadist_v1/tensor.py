@@ -1,0 +1,3 @@
+"""Tensors."""
+
+from llm_datadist.tensor import *

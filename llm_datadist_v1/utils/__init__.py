@@ -1,0 +1,1 @@
+"""Helpers under the paths that programs import them from."""

@@ -1,0 +1,3 @@
+"""The package's logger."""
+
+from llm_datadist.utils.log import *

@@ -1,0 +1,3 @@
+"""Checks of arguments."""
+
+from llm_datadist.utils.utils import *
