@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -258,6 +259,24 @@ def test_s75_pairs_in_order(end: End) -> None:
         end.check(
             cache, of, {t: [(40 * i, data[t][40 * b : 40 * b + 40]) for i, b in enumerate(wanted)] for t in range(2)}
         )
+
+
+@pytest.mark.parametrize("stride", [40, 1 << 16])  # one thread and small copies; several threads
+def test_s75_many_pairs(end: End, stride: int) -> None:
+    """S-75: long chains up and down, and pairs without order, give what one copy after the other gives."""
+    count, rng = 200, random.Random(1)
+    up = {i: [i + 1] for i in range(count - 1)}
+    mixed = {s: rng.choices(range(count), k=3) for s in rng.sample(range(count), count)}
+    of = desc(1, count, stride)
+    cache = end.allocate(of, blocks=True)
+    for info in (up, dict(reversed(up.items())), mixed):
+        end.fill(cache, of, 0)
+        blocks = [end.expected(of, 0)[i * stride : (i + 1) * stride] for i in range(count)]
+        for source, destinations in info.items():
+            for destination in destinations:
+                blocks[destination] = blocks[source]
+        end.manager.copy_blocks(cache, info)
+        end.check(cache, of, {0: [(0, b"".join(blocks))]})
 
 
 @pytest.mark.parametrize(
