@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 
 __all__ = ["error", "get_logger", "info", "warn"]
 
@@ -20,7 +19,6 @@ FORMAT = (
 #: Modules that only pass a message on: the interesting line is the one that called them.
 _PASSING_ON = frozenset({__name__, "llm_datadist._checks", "llm_datadist._manager", "llm_datadist.status"})
 
-_lock = threading.Lock()
 _logger: logging.Logger | None = None
 
 
@@ -49,16 +47,17 @@ def get_logger() -> logging.Logger:
     see each one twice.
     """
     global _logger
-    with _lock:
-        if _logger is None:
+    if _logger is None:
+        logger = logging.getLogger(NAME)
+        logger.setLevel(LEVELS.get(os.environ.get(LEVEL_VARIABLE, ""), logging.ERROR))
+        logger.propagate = False
+        # Without a lock of ours, which a fork could leave held for ever in the child.
+        if not any(isinstance(handler, _StdoutHandler) for handler in logger.handlers):
             handler = _StdoutHandler()
             handler.setFormatter(logging.Formatter(FORMAT, "%Y-%m-%d %H:%M:%S"))
-            logger = logging.getLogger(NAME)
-            logger.setLevel(LEVELS.get(os.environ.get(LEVEL_VARIABLE, ""), logging.ERROR))
             logger.addHandler(handler)
-            logger.propagate = False
-            _logger = logger
-        return _logger
+        _logger = logger
+    return _logger
 
 
 def info(text: str, *args: object) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from llm_datadist._checks import (
     UINT64_MAX,
@@ -49,7 +49,7 @@ MAX_DIMENSIONS = 31
 LAYER_ARGUMENTS = frozenset({"src_layer_range", "dst_layer_range", "tensor_num_per_layer"})
 OFFSET_ARGUMENTS = frozenset({"src_cache_offset", "dst_cache_offset"})
 
-AnyCache = TypeVar("AnyCache", KvCache, Cache)
+Args = ParamSpec("Args")
 
 
 class Manager:
@@ -72,19 +72,21 @@ class Manager:
     # ------------------------------------------------------------------ caches
 
     @staticmethod
-    def _check_desc(desc: CacheDesc) -> None:
+    def _check_desc(desc: CacheDesc) -> tuple[tuple[int, ...], int]:
+        """Check a description, and give the shape and the bytes of a tensor that the cache will have."""
         check_isinstance("cache_desc", desc, CacheDesc)
         if desc.num_tensors <= 0:
             raise refused(ParamInvalid("num_tensors is 0, allowed are 1 and more"))
         if not 1 <= len(desc.shape) <= MAX_DIMENSIONS:
             raise refused(ParamInvalid(f"shape has {len(desc.shape)} dimensions, allowed are 1 to {MAX_DIMENSIONS}"))
+        return desc._measured()
 
-    def _check_keys(self, desc: CacheDesc, keys: Sequence[CacheKey]) -> list[Key | None]:
+    def _check_keys(self, slots: int, keys: Sequence[CacheKey]) -> list[Key | None]:
         check_isinstance("cache_keys", keys, [list, tuple], allow_none=False)
         check_inner("cache_keys", keys, CacheKey)
-        if len(keys) > desc.shape[0]:
+        if len(keys) > slots:
             raise refused(
-                ParamInvalid(f"cache_keys has {len(keys)} keys, allowed are at most {desc.shape[0]}, one a batch slot")
+                ParamInvalid(f"cache_keys has {len(keys)} keys, allowed are at most {slots}, one a batch slot")
             )
         return [self._owned_key(key) for key in keys]
 
@@ -154,6 +156,15 @@ class Manager:
             )
         return sources, destinations
 
+    @staticmethod
+    def _run(operation: Callable[Args, None], *args: Args.args, **kwargs: Args.kwargs) -> None:
+        """Run an operation of the engine; what that refuses is logged like what is refused here."""
+        try:
+            operation(*args, **kwargs)
+        except ParamInvalid as e:
+            refused(e)
+            raise
+
     def _verbose(self) -> bool:
         return self._logger.isEnabledFor(logging.INFO)
 
@@ -186,8 +197,15 @@ class Manager:
             size,
             req_id,
         )
-        self._engine.copies.copy_slot(
-            destination_id, source_id, destination_slot, source_slot, offset, size, plain_caches=plain_caches
+        self._run(
+            self._engine.copies.copy_slot,
+            destination_id,
+            source_id,
+            destination_slot,
+            source_slot,
+            offset,
+            size,
+            plain_caches=plain_caches,
         )
         info("copy_cache %d to %d done", source_id, destination_id)
 
@@ -210,6 +228,8 @@ class Manager:
         src_to_dst: dict[int, int],
     ) -> None:
         here, there = source.cache_desc, destination.cache_desc
+        source_blocks, source_bytes = source._measured[0][0], source._measured[1]
+        destination_blocks, destination_bytes = destination._measured[0][0], destination._measured[1]
         for key, value in typed("src_to_dst", src_to_dst, dict).items():
             int64("src_to_dst key", key)
             int64("src_to_dst value", value)
@@ -217,7 +237,7 @@ class Manager:
             raise refused(
                 ParamInvalid(f"swap_blocks goes between HOST and DEVICE, not {here.placement} to {there.placement}")
             )
-        source_block, destination_block = here.size // here.shape[0], there.size // there.shape[0]
+        source_block, destination_block = source_bytes // source_blocks, destination_bytes // destination_blocks
         if source_block != destination_block or here.num_tensors != there.num_tensors:
             raise refused(
                 ParamInvalid(
@@ -226,8 +246,8 @@ class Manager:
                 )
             )
         for name, index, blocks in (
-            *(("source", key, here.shape[0]) for key in src_to_dst),
-            *(("destination", value, there.shape[0]) for value in src_to_dst.values()),
+            *(("source", key, source_blocks) for key in src_to_dst),
+            *(("destination", value, destination_blocks) for value in src_to_dst.values()),
         ):
             if not 0 <= index < blocks:
                 raise refused(ParamInvalid(f"{name} block {index} of src_to_dst, allowed are 0 to {blocks - 1}"))
@@ -240,8 +260,14 @@ class Manager:
                 raise refused(ParamInvalid("a cache was deallocated"))
             return
         info("swap_blocks %s to %s, %d blocks", source, destination, len(src_to_dst))
-        self._engine.copies.swap_blocks(
-            source_addresses, destination_addresses, here.shape[0], there.shape[0], source_block, src_to_dst
+        self._run(
+            self._engine.copies.swap_blocks,
+            source_addresses,
+            destination_addresses,
+            source_blocks,
+            destination_blocks,
+            source_block,
+            src_to_dst,
         )
         info("swap_blocks %s to %s done", source, destination)
 
@@ -330,14 +356,14 @@ class Manager:
         wanted = config.src_layer_range
         if not 0 <= wanted.start < wanted.stop <= layers:
             raise refused(ParamInvalid(f"src_layer_range is {wanted}, the source has {layers} layers of 2 tensors"))
-        transfers, caches = self._engine.transfers, self._engine.caches
+        transfers = self._engine.transfers
         if isinstance(config, TransferConfig):
             count = TENSORS_PER_LAYER * len(wanted)
             if len(config.dst_addrs) != count:
                 raise refused(
                     ParamInvalid(f"dst_addrs has {len(config.dst_addrs)} addresses, {len(wanted)} layers need {count}")
                 )
-            return AddressTarget(transfers, caches, source, config.dst_cluster_id, tuple(config.dst_addrs), wanted)
+            return AddressTarget(transfers, source, config.dst_cluster_id, tuple(config.dst_addrs), wanted)
         key, slot = (
             (self._blocks_key(config.cache_key), 0)
             if isinstance(config.cache_key, BlocksCacheKey)
@@ -346,7 +372,7 @@ class Manager:
         to = config.dst_layer_range
         if to is None or len(to) != len(wanted):
             raise refused(ParamInvalid(f"src_layer_range is {wanted} and dst_layer_range {to}; they must be as long"))
-        return KeyTarget(transfers, caches, source, config.dst_cluster_id, key, slot, wanted, to)
+        return KeyTarget(transfers, source, config.dst_cluster_id, key, slot, wanted, to)
 
     # ------------------------------------------------------------------ belonging
 

@@ -239,20 +239,20 @@ class Backend(ABC):
         """Say that a committed range is free now; the backend may keep it committed for the next `commit`."""
 
     @abstractmethod
-    def register(self, device: int, address: int, nbytes: int, kind: MemoryKind) -> Region:
-        """Take in memory that the user owns. It is not touched.
+    def register(self, device: int, addresses: Sequence[int], nbytes: int, kind: MemoryKind) -> list[Region]:
+        """Take in memory that the user owns, ``nbytes`` at each address. It is not touched.
 
-        The region may be larger than what is registered: a range in it is named by ``address - region.address``.
+        A region may be larger than what is registered: a range in it is named by ``address - region.address``.
 
         Raises
         ------
         BackendError
-            ``INVALID`` when the driver refuses the range.
+            ``INVALID`` when the driver refuses a range, with its position; none is registered then.
         """
 
     @abstractmethod
-    def unregister(self, region: Region, address: int, nbytes: int) -> None:
-        """Forget what `register` took in."""
+    def unregister(self, registered: Sequence[tuple[Region, int]], nbytes: int) -> None:
+        """Forget ranges that `register` took in, given by region and address."""
 
     @abstractmethod
     def copy(self, plan: Plan, *, ordered: bool) -> None:

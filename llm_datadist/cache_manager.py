@@ -92,8 +92,8 @@ class CacheManager(Manager):
             bound then.
         """
         self._engine.require_open()
-        self._check_desc(cache_desc)
-        return self._allocate(cache_desc, self._check_keys(cache_desc, cache_keys), blocks=False)
+        measured = self._check_desc(cache_desc)
+        return self._allocate(cache_desc, measured, self._check_keys(measured[0][0], cache_keys), blocks=False)
 
     def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None) -> Cache:
         """Allocate a paged cache from the pool of its placement.
@@ -118,23 +118,26 @@ class CacheManager(Manager):
             As for `allocate_cache`.
         """
         self._engine.require_open()
-        self._check_desc(cache_desc)
+        measured = self._check_desc(cache_desc)
         check_isinstance("blocks_cache_key", blocks_cache_key, BlocksCacheKey)
         keys = [] if blocks_cache_key is None else [self._blocks_key(blocks_cache_key)]
-        return self._allocate(cache_desc, keys, blocks=True)
+        return self._allocate(cache_desc, measured, keys, blocks=True)
 
-    def _allocate(self, desc: CacheDesc, keys: Sequence[Key | None], *, blocks: bool) -> Cache:
+    def _allocate(
+        self, desc: CacheDesc, measured: tuple[tuple[int, ...], int], keys: Sequence[Key | None], *, blocks: bool
+    ) -> Cache:
         info("allocate %s with %s", desc, keys)
-        cache = self._engine.caches.allocate(self._geometry(desc, blocks=blocks), keys)
+        cache = self._engine.caches.allocate(self._geometry(desc, measured, blocks=blocks), keys)
         info("allocated cache %d", cache.id)
-        return Cache._made(cache.id, desc, list(cache.addresses[0]), blocks, self._engine)
+        return Cache._made(cache.id, desc, list(cache.addresses[0]), blocks, measured, self._engine)
 
     @staticmethod
-    def _geometry(desc: CacheDesc, *, blocks: bool) -> Any:
+    def _geometry(desc: CacheDesc, measured: tuple[tuple[int, ...], int], *, blocks: bool) -> Any:
         from llm_datadist._engine.caches import Geometry
         from llm_datadist.backend import MemoryKind
 
-        return Geometry(desc.num_tensors, desc.shape[0], desc.size, MemoryKind(desc.placement.value), blocks)
+        shape, nbytes = measured
+        return Geometry(desc.num_tensors, shape[0], nbytes, MemoryKind(desc.placement.value), blocks)
 
     def deallocate_cache(self, cache: Cache) -> None:
         """Give a contiguous cache back.
@@ -246,9 +249,9 @@ class CacheManager(Manager):
             bound request or prefix key, `remote_accessible` True after `LLMDataDist.link`; LLM_ENGINE_FINALIZED.
         """
         self._engine.require_open()
-        self._check_desc(cache_desc)
-        keys = self._check_keys(cache_desc, cache_keys)
-        return self._register(cache_desc, addrs, keys, remote_accessible, blocks=False)
+        measured = self._check_desc(cache_desc)
+        keys = self._check_keys(measured[0][0], cache_keys)
+        return self._register(cache_desc, measured, addrs, keys, remote_accessible, blocks=False)
 
     def register_blocks_cache(
         self,
@@ -281,14 +284,15 @@ class CacheManager(Manager):
             As for `register_cache`.
         """
         self._engine.require_open()
-        self._check_desc(cache_desc)
+        measured = self._check_desc(cache_desc)
         check_isinstance("blocks_cache_key", blocks_cache_key, BlocksCacheKey)
         keys = [] if blocks_cache_key is None else [self._blocks_key(blocks_cache_key)]
-        return self._register(cache_desc, addrs, keys, remote_accessible, blocks=True)
+        return self._register(cache_desc, measured, addrs, keys, remote_accessible, blocks=True)
 
     def _register(
         self,
         desc: CacheDesc,
+        measured: tuple[tuple[int, ...], int],
         addrs: Sequence[Any],
         keys: Sequence[Key | None],
         remote_accessible: bool | None,
@@ -305,11 +309,9 @@ class CacheManager(Manager):
             )
         addresses, keepers = [], []
         for i, given in enumerate(addrs):
-            address, nbytes, keeper = address_of(f"addrs[{i}]", given)
+            address, _, keeper = address_of(f"addrs[{i}]", given, measured[1])
             if not address:
                 raise refused(ParamInvalid(f"addrs[{i}] is 0, allowed are addresses above 0"))
-            if nbytes is not None and nbytes < desc.size:
-                raise refused(ParamInvalid(f"addrs[{i}] has {nbytes} bytes, a tensor needs {desc.size}"))
             addresses.append(address)
             keepers.append(keeper)
         if remote_accessible is None:
@@ -317,7 +319,7 @@ class CacheManager(Manager):
             remote_accessible = desc.placement is Placement.DEVICE and not linked
         info("register %s with %s, remote accessible: %s", desc, keys, remote_accessible)
         cache = self._engine.caches.register(
-            self._geometry(desc, blocks=blocks),
+            self._geometry(desc, measured, blocks=blocks),
             self._engine.config.devices[0],
             addresses,
             keys,
@@ -325,7 +327,7 @@ class CacheManager(Manager):
             keepers,
         )
         info("registered cache %d", cache.id)
-        return Cache._made(cache.id, desc, addresses, blocks, self._engine)
+        return Cache._made(cache.id, desc, addresses, blocks, measured, self._engine)
 
     def unregister_cache(self, cache_id: int) -> None:
         """Forget a registered cache and its keys; afterwards its memory may be freed.
@@ -447,8 +449,17 @@ class CacheManager(Manager):
         verbose = self._verbose()
         if verbose:
             info("pull_cache %s into %s, slot %d, size %d, %s", cache_key, cache, batch_index, size, kwargs)
-        self._engine.transfers.pull_slot(
-            cache_key.cluster_id, key, slot, self._own_id("cache", cache), batch_index, size, None, None, layers
+        self._run(
+            self._engine.transfers.pull_slot,
+            cache_key.cluster_id,
+            key,
+            slot,
+            self._own_id("cache", cache),
+            batch_index,
+            size,
+            None,
+            None,
+            layers,
         )
         if verbose:
             info("pull_cache %s done", cache_key)
@@ -509,13 +520,25 @@ class CacheManager(Manager):
             info("pull_blocks %s into %s, %d blocks, %s", src_cache_key, dst_cache, len(destination), kwargs)
         cache_id = self._own_id("dst_cache", dst_cache)
         if isinstance(src_cache_key, BlocksCacheKey):
-            self._engine.transfers.pull_blocks(
-                src_cache_key.cluster_id, self._blocks_key(src_cache_key), cache_id, source, destination, layers
+            self._run(
+                self._engine.transfers.pull_blocks,
+                src_cache_key.cluster_id,
+                self._blocks_key(src_cache_key),
+                cache_id,
+                source,
+                destination,
+                layers,
             )
         else:
             key, slot = self._pulled_key(src_cache_key)
-            self._engine.transfers.pull_slot_into_blocks(
-                src_cache_key.cluster_id, key, slot, cache_id, destination, layers
+            self._run(
+                self._engine.transfers.pull_slot_into_blocks,
+                src_cache_key.cluster_id,
+                key,
+                slot,
+                cache_id,
+                destination,
+                layers,
             )
         if verbose:
             info("pull_blocks %s done", src_cache_key)
@@ -568,8 +591,15 @@ class CacheManager(Manager):
         layers, n = self._pushed_layers(src_cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
         key, slot = self._pulled_key(dst_cache_key)
         info("push_cache %s slot %d to %s, layers %s", src_cache, src_batch_index, dst_cache_key, layers)
-        self._engine.transfers.push_slot(
-            dst_cache_key.cluster_id, key, slot, self._own_id("src_cache", src_cache), src_batch_index, layers, n
+        self._run(
+            self._engine.transfers.push_slot,
+            dst_cache_key.cluster_id,
+            key,
+            slot,
+            self._own_id("src_cache", src_cache),
+            src_batch_index,
+            layers,
+            n,
         )
         info("push_cache to %s done", dst_cache_key)
 
@@ -608,7 +638,8 @@ class CacheManager(Manager):
         source, destination = self._check_block_lists("src_blocks", src_blocks, "dst_blocks", dst_blocks)
         layers, n = self._pushed_layers(src_cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
         info("push_blocks %s to %s, %d blocks, layers %s", src_cache, dst_cache_key, len(source), layers)
-        self._engine.transfers.push_blocks(
+        self._run(
+            self._engine.transfers.push_blocks,
             dst_cache_key.cluster_id,
             self._blocks_key(dst_cache_key),
             self._own_id("src_cache", src_cache),
@@ -643,7 +674,9 @@ class CacheManager(Manager):
             )
         if sources.stop * n > total:
             # Said before the first layer is written, which a later failure would leave written.
-            raise refused(ParamInvalid(f"src_layer_range is {sources}, the cache has {total // n} layers of {n} tensors"))
+            raise refused(
+                ParamInvalid(f"src_layer_range is {sources}, the cache has {total // n} layers of {n} tensors")
+            )
         return list(zip(sources, destinations, strict=True)), n
 
     # ------------------------------------------------------------------ local copies
@@ -711,7 +744,7 @@ class CacheManager(Manager):
         self._check_form("cache", cache, blocks=True)
         pairs = self._check_copy_info(copy_block_info)
         info("copy_blocks in cache %d, %d pairs", cache.cache_id, len(pairs))
-        self._engine.copies.copy_blocks(self._own_id("cache", cache), pairs, need_blocks=True)
+        self._run(self._engine.copies.copy_blocks, self._own_id("cache", cache), pairs, need_blocks=True)
         info("copy_blocks in cache %d done", cache.cache_id)
 
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
@@ -729,7 +762,7 @@ class CacheManager(Manager):
         TypeError, ValueError
             For arguments of another type or width.
         AttributeError
-            When a cache is None.
+            When an argument is None.
         LLMException
             LLM_PARAM_INVALID (also a ValueError) for what does not fit or a deallocated cache; LLM_FAILED when an
             address has no memory; LLM_ENGINE_FINALIZED.

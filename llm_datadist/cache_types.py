@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+from llm_datadist._buffers import address_of
 from llm_datadist._checks import (
     UINT64_MAX,
     any_integer,
@@ -186,17 +187,25 @@ class CacheDesc:
             LLM_PARAM_INVALID when a dimension is 0 or negative, or the product is 2**63 or more.
         """
         if self._size is None:
-            nbytes = ELEMENT_BYTES[self._data_type]
-            for position, dimension in enumerate(self._shape):
-                if dimension <= 0:
-                    raise refused(ParamInvalid(f"shape[{position}] is {dimension}, allowed is anything above 0"))
-                nbytes *= dimension
-            if nbytes > _MAX_TENSOR_BYTES:
-                raise refused(
-                    ParamInvalid(f"a tensor of shape {self._shape} has {nbytes} bytes, allowed are {_MAX_TENSOR_BYTES}")
-                )
-            self._size = nbytes
+            _, self._size = self._measured()
         return self._size
+
+    def _measured(self) -> tuple[tuple[int, ...], int]:
+        """Give the shape as it is now, and the bytes of a tensor of it.
+
+        A cache is made of both together: the user may change the shape in place at any time.
+        """
+        shape = tuple(self._shape)
+        nbytes = ELEMENT_BYTES[self._data_type]
+        for position, dimension in enumerate(shape):
+            if int64(f"shape[{position}]", dimension) <= 0:
+                raise refused(ParamInvalid(f"shape[{position}] is {dimension}, allowed is anything above 0"))
+            nbytes *= dimension
+        if nbytes > _MAX_TENSOR_BYTES:
+            raise refused(
+                ParamInvalid(f"a tensor of shape {shape} has {nbytes} bytes, allowed are {_MAX_TENSOR_BYTES}")
+            )
+        return shape, nbytes
 
     def update_dim(self, dim_index: int, dim_value: int) -> None:
         """Change one dimension, in the shape object given at construction.
@@ -449,11 +458,19 @@ def _check_cpu_desc(cache_desc: CacheDesc) -> None:
         raise refused(ParamInvalid(f"cache_desc.placement is {cache_desc.placement}, allowed is {Placement.HOST}"))
 
 
-def _cpu_addrs(name: str, addrs: object, num_tensors: int) -> list[int]:
-    checked = list(uint64s(name, typed(name, addrs, list)))
-    if len(checked) != num_tensors:
-        raise refused(ParamInvalid(f"{name} has {len(checked)} addresses, cache_desc.num_tensors is {num_tensors}"))
-    return checked
+def _cpu_addrs(name: str, addrs: object, desc: CacheDesc, nbytes: int, keepers: list[object]) -> list[int]:
+    """Check one device's addresses, and note what keeps their memory."""
+    given = typed(name, addrs, list)
+    if len(given) != desc.num_tensors:
+        raise refused(
+            ParamInvalid(f"{name} has {len(given)} addresses, allowed are {desc.num_tensors}, one per tensor")
+        )
+    addresses = []
+    for i, item in enumerate(given):
+        address, _, keeper = address_of(f"{name}[{i}]", item, nbytes)
+        addresses.append(address)
+        keepers.append(keeper)
+    return addresses
 
 
 class KvCache:
@@ -467,6 +484,10 @@ class KvCache:
     _cache_id: int
     _cache_desc: CacheDesc
     _per_device_tensor_addrs: list[list[int]]
+    #: Shape, and bytes of a tensor, as the cache was made: the description may change.
+    _measured: tuple[tuple[int, ...], int]
+    #: Objects that the user gave as memory.
+    _keepers: Sequence[object] = ()
     #: Also tells which engine made the cache: ids start again from 1 in each.
     _collected: Callable[[int], None] | None = None
     _held = False
@@ -480,6 +501,7 @@ class KvCache:
         cache_id: int,
         cache_desc: CacheDesc,
         per_device_tensor_addrs: list[list[int]],
+        measured: tuple[tuple[int, ...], int],
         collected: Callable[[int], None] | None,
     ) -> KvCache:
         """Make a cache object.
@@ -494,12 +516,13 @@ class KvCache:
         cache._cache_id = cache_id
         cache._cache_desc = cache_desc
         cache._per_device_tensor_addrs = per_device_tensor_addrs
+        cache._measured = measured
         cache._collected = collected
         cache._held = collected is not None
         return cache
 
     @classmethod
-    def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[int] | list[list[int]]) -> KvCache:
+    def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[Any]) -> KvCache:
         """Describe host memory of the user's as a cache, for `swap_blocks`.
 
         Parameters
@@ -508,7 +531,7 @@ class KvCache:
             Its placement is HOST.
         addrs : list of int or list of list of int
             One address per tensor, in [0, 2**64), for one device or for each device. The memory must outlive the
-            cache.
+            cache. Objects with the buffer protocol or DLPack (numpy, torch CPU tensors) do too, and are kept alive.
 
         Returns
         -------
@@ -518,12 +541,12 @@ class KvCache:
         Raises
         ------
         TypeError
-            When `addrs` is not a list, or an address is not an integer.
+            When `addrs` is not a list, or an address is neither an integer nor an object with memory.
         ValueError
             When an address does not fit 64 bits.
         LLMException
             LLM_PARAM_INVALID when the placement is not HOST, when `addrs` is empty or mixes addresses and lists,
-            or when a list's length is not the number of tensors.
+            when a list's length is not the number of tensors, or when an object is too small or can't be written.
         AttributeError
             When `cache_desc` is None.
         """
@@ -531,14 +554,21 @@ class KvCache:
         typed("addrs", addrs, list)
         if not addrs:
             raise refused(ParamInvalid("addrs is empty, allowed are one address per tensor, or a list per device"))
+        keepers: list[object] = []
         nested = [isinstance(item, list) for item in addrs]
         if any(nested) and not all(nested):
             raise refused(ParamInvalid(f"types in addrs should be consistent, all int or all list, got {addrs}"))
+        measured = cache_desc._measured()
+        keepers: list[object] = []
         if nested[0]:
-            devices = [_cpu_addrs(f"addrs[{i}]", item, cache_desc.num_tensors) for i, item in enumerate(addrs)]
+            devices = [
+                _cpu_addrs(f"addrs[{i}]", item, cache_desc, measured[1], keepers) for i, item in enumerate(addrs)
+            ]
         else:
-            devices = [_cpu_addrs("addrs", addrs, cache_desc.num_tensors)]
-        return cls._made(-1, cache_desc, devices, None)
+            devices = [_cpu_addrs("addrs", addrs, cache_desc, measured[1], keepers)]
+        cache = cls._made(-1, cache_desc, devices, measured, None)
+        cache._keepers = keepers
+        return cache
 
     @property
     def cache_id(self) -> int:
@@ -574,6 +604,10 @@ class Cache:
     _cache_desc: CacheDesc
     _tensor_addrs: list[int]
     _is_blocks_cache: bool
+    #: Shape, and bytes of a tensor, as the cache was made: the description may change.
+    _measured: tuple[tuple[int, ...], int]
+    #: Objects that the user gave as memory.
+    _keepers: Sequence[object] = ()
     #: The engine that made the cache: ids start again from 1 in each.
     _engine: object
 
@@ -587,9 +621,11 @@ class Cache:
         cache_desc: CacheDesc,
         tensor_addrs: list[int],
         is_blocks_cache: bool,
+        measured: tuple[tuple[int, ...], int],
         engine: object = None,
     ) -> Cache:
         cache = cls.__new__(cls)
+        cache._measured = measured
         cache._cache_id = cache_id
         cache._engine = engine
         cache._cache_desc = cache_desc
@@ -598,7 +634,7 @@ class Cache:
         return cache
 
     @classmethod
-    def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[int]) -> Cache:
+    def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[Any]) -> Cache:
         """Describe host memory of the user's as a blocks cache, for `swap_blocks`.
 
         Parameters
@@ -606,7 +642,8 @@ class Cache:
         cache_desc : CacheDesc
             Its placement is HOST.
         addrs : list of int
-            One address per tensor, in [0, 2**64). The memory must outlive the cache.
+            One address per tensor, in [0, 2**64). The memory must outlive the cache. Objects with the buffer protocol
+            or DLPack (numpy, torch CPU tensors) do too, and are kept alive.
 
         Returns
         -------
@@ -616,16 +653,22 @@ class Cache:
         Raises
         ------
         TypeError
-            When `addrs` is not a list, or an address is not an integer.
+            When `addrs` is not a list, or an address is neither an integer nor an object with memory.
         ValueError
             When an address does not fit 64 bits.
         LLMException
-            LLM_PARAM_INVALID when the placement is not HOST, or the number of addresses is not that of the tensors.
+            LLM_PARAM_INVALID when the placement is not HOST, the number of addresses is not that of the tensors, or an
+            object is too small or can't be written.
         AttributeError
             When `cache_desc` is None.
         """
         _check_cpu_desc(cache_desc)
-        return cls._made(-1, cache_desc, _cpu_addrs("addrs", addrs, cache_desc.num_tensors), True)
+        measured = cache_desc._measured()
+        keepers: list[object] = []
+        addresses = _cpu_addrs("addrs", addrs, cache_desc, measured[1], keepers)
+        cache = cls._made(-1, cache_desc, addresses, True, measured)
+        cache._keepers = keepers
+        return cache
 
     @property
     def cache_id(self) -> int:

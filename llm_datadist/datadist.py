@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import sys
 import threading
 import time
@@ -31,7 +32,18 @@ LISTEN_INFO = "llm.listenIpInfo"
 MAX_COMM_NAME = 127
 MAX_MEMBERS = 4
 
-_init_lock = threading.Lock()
+#: Reentrant: a signal handler may finalize while `init` or `finalize` runs in the same thread.
+_init_lock = threading.RLock()
+
+
+def _renew_lock() -> None:
+    """In a forked child the lock may be held by a thread that does not exist there."""
+    global _init_lock
+    _init_lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 class LLMDataDist:

@@ -93,12 +93,13 @@ class KvCacheManager(Manager):
             LLM_ENGINE_FINALIZED. Nothing is allocated or bound then.
         """
         self._engine.require_open()
-        self._check_device_desc(cache_desc)
+        measured = self._check_device_desc(cache_desc)
         check_isinstance("cache_keys", cache_keys, [list, tuple], allow_none=False)
         check_inner("cache_keys", cache_keys, CacheKey)
         if cache_keys and self._role is not LLMRole.PROMPT:
             raise refused(ParamInvalid(f"cache_keys are for role PROMPT, this cluster's role is {self._role}"))
-        return self._allocate(cache_desc, self._check_keys(cache_desc, cache_keys), blocks=False)
+        keys = self._check_keys(measured[0][0], cache_keys)
+        return self._allocate(cache_desc, measured, keys, blocks=False)
 
     def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None) -> KvCache:
         """Allocate a paged cache on each device.
@@ -123,13 +124,13 @@ class KvCacheManager(Manager):
             As for `allocate_cache`.
         """
         self._engine.require_open()
-        self._check_device_desc(cache_desc)
+        measured = self._check_device_desc(cache_desc)
         check_isinstance("blocks_cache_key", blocks_cache_key, BlocksCacheKey)
         if blocks_cache_key is None:
-            return self._allocate(cache_desc, [], blocks=True)
+            return self._allocate(cache_desc, measured, [], blocks=True)
         if self._role is LLMRole.DECODER:
             raise refused(ParamInvalid("blocks_cache_key is not for role DECODER, which is this cluster's role"))
-        return self._allocate(cache_desc, [self._blocks_key(blocks_cache_key)], blocks=True)
+        return self._allocate(cache_desc, measured, [self._blocks_key(blocks_cache_key)], blocks=True)
 
     def deallocate_cache(self, cache: KvCache) -> None:
         """Give a cache back.
@@ -211,7 +212,7 @@ class KvCacheManager(Manager):
         info("get_cache_tensors of cache %d, tensor %d", cache.cache_id, tensor_index)
         local, view = self._engine.caches.view(self._own_id("cache", cache))
         tensors = [
-            Tensor._over(view, addresses[tensor_index], TensorDesc(desc.data_type, list(desc.shape)))
+            Tensor._over(view, addresses[tensor_index], TensorDesc(desc.data_type, cache._measured[0]))
             for addresses in local.addresses
         ]
         info("get_cache_tensors of cache %d done", cache.cache_id)
@@ -278,21 +279,18 @@ class KvCacheManager(Manager):
         verbose = self._verbose()
         if verbose:
             info("pull_cache %s into %s, slot %d, size %d, %s", cache_key, kv_cache, batch_index, size, kwargs)
-        try:
-            self._engine.transfers.pull_slot(
-                cache_key.cluster_id,
-                key,
-                slot,
-                self._own_id("kv_cache", kv_cache),
-                batch_index,
-                size,
-                source_offset,
-                destination_offset,
-                layers,
-            )
-        except ParamInvalid as e:
-            refused(e)
-            raise
+        self._run(
+            self._engine.transfers.pull_slot,
+            cache_key.cluster_id,
+            key,
+            slot,
+            self._own_id("kv_cache", kv_cache),
+            batch_index,
+            size,
+            source_offset,
+            destination_offset,
+            layers,
+        )
         if verbose:
             info("pull_cache %s done", cache_key)
 
@@ -343,18 +341,15 @@ class KvCacheManager(Manager):
         verbose = self._verbose()
         if verbose:
             info("pull_blocks %s into %s, %d blocks, %s", prompt_cache_key, decoder_kv_cache, len(source), kwargs)
-        try:
-            self._engine.transfers.pull_blocks(
-                prompt_cache_key.cluster_id,
-                self._blocks_key(prompt_cache_key),
-                self._own_id("decoder_kv_cache", decoder_kv_cache),
-                source,
-                destination,
-                layers,
-            )
-        except ParamInvalid as e:
-            refused(e)
-            raise
+        self._run(
+            self._engine.transfers.pull_blocks,
+            prompt_cache_key.cluster_id,
+            self._blocks_key(prompt_cache_key),
+            self._own_id("decoder_kv_cache", decoder_kv_cache),
+            source,
+            destination,
+            layers,
+        )
         if verbose:
             info("pull_blocks %s done", prompt_cache_key)
 
@@ -433,7 +428,7 @@ class KvCacheManager(Manager):
         self._device_cache("cache", cache)
         pairs = self._check_copy_info(copy_block_info)
         info("copy_blocks in cache %d, %d pairs", cache.cache_id, len(pairs))
-        self._engine.copies.copy_blocks(self._own_id("cache", cache), pairs, need_blocks=False)
+        self._run(self._engine.copies.copy_blocks, self._own_id("cache", cache), pairs, need_blocks=False)
         info("copy_blocks in cache %d done", cache.cache_id)
 
     def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[int, int]) -> None:
@@ -451,7 +446,7 @@ class KvCacheManager(Manager):
         TypeError, ValueError
             For arguments of another type or width.
         AttributeError
-            When a cache is None.
+            When an argument is None.
         LLMException
             LLM_PARAM_INVALID (also a ValueError) for what does not fit or a deallocated cache; LLM_FAILED when an
             address has no memory; LLM_ENGINE_FINALIZED.
@@ -542,10 +537,11 @@ class KvCacheManager(Manager):
             raise refused(ParamInvalid(f"{name} is on {cache.cache_desc.placement}, allowed is DEVICE"))
 
     @staticmethod
-    def _check_device_desc(desc: CacheDesc) -> None:
-        Manager._check_desc(desc)
+    def _check_device_desc(desc: CacheDesc) -> tuple[tuple[int, ...], int]:
+        measured = Manager._check_desc(desc)
         if desc.placement is not Placement.DEVICE:
             raise refused(ParamInvalid(f"placement is {desc.placement}, allowed is DEVICE"))
+        return measured
 
     def _own_id(self, name: str, cache: KvCache) -> int:
         """Give a cache's id in this engine; refuse caches of another engine, which may have the same id."""
@@ -553,12 +549,14 @@ class KvCacheManager(Manager):
             raise self._foreign(name, cache.cache_id)
         return cache.cache_id
 
-    def _allocate(self, desc: CacheDesc, keys: list[Key | None], *, blocks: bool) -> KvCache:
+    def _allocate(
+        self, desc: CacheDesc, measured: tuple[tuple[int, ...], int], keys: list[Key | None], *, blocks: bool
+    ) -> KvCache:
         from llm_datadist._engine.caches import Geometry
 
         info("allocate %s with %s", desc, keys)
-        geometry = Geometry(desc.num_tensors, desc.shape[0], desc.size, blocks=blocks)
+        geometry = Geometry(desc.num_tensors, measured[0][0], measured[1], blocks=blocks)
         cache = self._engine.caches.allocate(geometry, keys)
         info("allocated cache %d", cache.id)
         addresses = [list(device) for device in cache.addresses]
-        return KvCache._made(cache.id, desc, addresses, self._dropped)
+        return KvCache._made(cache.id, desc, addresses, measured, self._dropped)

@@ -136,4 +136,3 @@ def remote_cm(peer: Peer) -> Iterator[tuple[End, End]]:
     there, here = End(peer, 1, remote=True), End(None, 2, remote=True)
     yield there, here
     here.close()
-

@@ -107,11 +107,11 @@ class SimulatorBackend(Backend):
     def discard(self, region: Region, offset: int, nbytes: int) -> None:
         self._pools.discard(region.id, offset, nbytes)
 
-    def register(self, device: int, address: int, nbytes: int, kind: MemoryKind) -> Region:
-        return self.user_memory.register(address, nbytes)
+    def register(self, device: int, addresses: Sequence[int], nbytes: int, kind: MemoryKind) -> list[Region]:
+        return self.user_memory.register(addresses, nbytes)
 
-    def unregister(self, region: Region, address: int, nbytes: int) -> None:
-        self.user_memory.unregister(address, nbytes)
+    def unregister(self, registered: Sequence[tuple[Region, int]], nbytes: int) -> None:
+        self.user_memory.unregister([address for _, address in registered], nbytes)
 
     def copy(self, plan: Plan, *, ordered: bool) -> None:
         self.user_memory.copy(plan, self._threads, ordered=ordered)

@@ -6,6 +6,8 @@ import os
 import threading
 import warnings
 from array import array
+from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 from llm_datadist._kernels import hostcopy, process
@@ -28,38 +30,49 @@ class UserMemory:
     def __init__(self) -> None:
         #: Registered ranges that can't be read and written as they are.
         self._wild: list[tuple[int, int]] = []
-        self._known = Intervals()
-        #: `_known` as `process.covered` takes it.
+        #: Registered ranges that are memory, with how often.
+        self._registered: Counter[tuple[int, int]] = Counter()
+        self._own = Intervals()
+        #: What is sure to be memory, as `process.covered` takes it.
         self._known_words = b""
         self._lock = threading.Lock()
 
-    def register(self, address: int, nbytes: int) -> Region:
-        """Take in a range, and say it when there is no memory."""
+    def register(self, addresses: Sequence[int], nbytes: int) -> list[Region]:
+        """Take in ranges of one size, and say it when there is no memory."""
         mapped, usable = _maps()
-        if mapped.gaps(address, address + nbytes):
+        absent = [address for address in addresses if mapped.gaps(address, address + nbytes)]
+        if absent:
             warnings.warn(
-                f"Registered memory of {nbytes} bytes at {address:#x} is not (all) mapped in this process; "
-                "transfers of it will fail",
+                f"Registered memory of {nbytes} bytes at {', '.join(map(hex, absent[:4]))}"
+                f"{', ...' if len(absent) > 4 else ''} is not (all) mapped in this process; transfers of it will fail",
                 RuntimeWarning,
                 stacklevel=2,
             )
         with self._lock:
-            if usable.gaps(address, address + nbytes):
-                self._wild.append((address, address + nbytes))
-        return Region(REGISTERED, 0, MemoryKind.HOST, 0, 2**64 - 1)
+            for address in addresses:
+                if usable.gaps(address, address + nbytes):
+                    self._wild.append((address, address + nbytes))
+                else:
+                    self._registered[address, address + nbytes] += 1
+            self._publish()
+        return [Region(REGISTERED, 0, MemoryKind.HOST, 0, 2**64 - 1) for _ in addresses]
 
-    def unregister(self, address: int, nbytes: int) -> None:
-        """Forget a range."""
+    def unregister(self, addresses: Sequence[int], nbytes: int) -> None:
+        """Forget ranges."""
         with self._lock:
-            if (address, address + nbytes) in self._wild:
-                self._wild.remove((address, address + nbytes))
-            self._known.remove(address, address + nbytes)
+            for address in addresses:
+                span = address, address + nbytes
+                if span in self._wild:
+                    self._wild.remove(span)
+                else:
+                    self._registered[span] -= 1
+                    self._registered += Counter()  # drops what is zero
             self._publish()
 
     def add(self, address: int, nbytes: int) -> None:
-        """Say that a range is memory."""
+        """Say that a range is memory as long as the backend is open."""
         with self._lock:
-            self._known.add(address, address + nbytes)
+            self._own.add(address, address + nbytes)
             self._publish()
 
     def wild(self, plan: Plan, *, written: bool) -> bool:
@@ -73,7 +86,7 @@ class UserMemory:
 
     def copy(self, plan: Plan, threads: int, *, ordered: bool) -> None:
         """Copy inside this process, directly where memory is known to be, else by the kernel."""
-        if not process.covered(plan, self._known_words) and not self._learn(plan):
+        if not process.covered(plan, self._known_words) and not _is_memory(plan):
             try:
                 process.transfer(plan, os.getpid(), False, None, None, 0, 1 if ordered else threads)
             except OSError as error:
@@ -83,18 +96,21 @@ class UserMemory:
         else:
             hostcopy.copy(plan, None, None, 0, threads)
 
-    def _learn(self, plan: Plan) -> bool:
-        _, usable = _maps()
-        runs = plan.runs
-        for source, destination in plan.bases.tolist():
-            for begin, end in ((source, source + runs.source_end), (destination, destination + runs.destination_end)):
-                if usable.gaps(begin, end):
-                    return False
-                self.add(begin, end - begin)
-        return True
-
     def _publish(self) -> None:
-        self._known_words = array("Q", [word for part in self._known for word in part]).tobytes()
+        known = Intervals()
+        for begin, end in (*self._own, *self._registered):
+            known.add(begin, end)
+        self._known_words = array("Q", [word for part in known for word in part]).tobytes()
+
+
+def _is_memory(plan: Plan) -> bool:
+    """Look whether a plan's addresses are memory now: nobody says when memory goes that was never registered."""
+    _, usable = _maps()
+    runs = plan.runs
+    return not any(
+        usable.gaps(source, source + runs.source_end) or usable.gaps(destination, destination + runs.destination_end)
+        for source, destination in plan.bases.tolist()
+    )
 
 
 def _maps() -> tuple[Intervals, Intervals]:

@@ -44,6 +44,7 @@ F_SEAL_FUTURE_WRITE: Final = 0x10
 MAP_FIXED: Final = 0x10
 MAP_NORESERVE: Final = 0x4000
 MADV_DONTFORK: Final = 10
+TMPFS_MAGIC: Final = 0x01021994
 FALLOC_FL_KEEP_SIZE: Final = 0x1
 FALLOC_FL_PUNCH_HOLE: Final = 0x2
 MAP_FAILED: Final = ctypes.c_void_p(-1).value
@@ -82,6 +83,14 @@ def _unmap(address: int, nbytes: int, pid: int) -> None:
     # In a forked child these addresses may belong to something else: peers' mappings are not inherited.
     if os.getpid() == pid:
         _libc.munmap(address, nbytes)
+
+
+def _file_system(fd: int) -> int:
+    """Give the magic number of a file's file system: one of huge pages raises a signal when none is free."""
+    buffer = (ctypes.c_long * 32)()
+    if _libc.fstatfs(fd, buffer):
+        raise _last_error()
+    return int(buffer[0])
 
 
 class Mapping:
@@ -164,7 +173,7 @@ def map_peer(fd: int, nbytes: int, *, writable: bool, name: str) -> Mapping:
     if not 0 < nbytes <= MAX_SEGMENT_BYTES:
         raise BackendError(Failure.INVALID, f"The peer's {name} has {nbytes} bytes; allowed: 1 to {MAX_SEGMENT_BYTES}.")
     status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
+    if not stat.S_ISREG(status.st_mode) or _file_system(fd) != TMPFS_MAGIC:
         raise BackendError(Failure.INVALID, f"The peer's {name} is not a memory file (mode {status.st_mode:#o}).")
     try:
         seals = fcntl.fcntl(fd, F_GET_SEALS)

@@ -67,7 +67,6 @@ class PeerBoard:
 
     def __init__(self, window: Window, directory: Layout) -> None:
         self._base = window.address
-        self._entry_count = directory.entry_count
         self._tags_at = SPENT_AT + directory.entry_count * 8
         self._nbytes = window.nbytes
         if self._nbytes < self._tags_at:

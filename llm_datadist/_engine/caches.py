@@ -12,7 +12,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -33,6 +33,7 @@ from llm_datadist._engine.directory import (
     Record,
 )
 from llm_datadist._engine.space import Space
+from llm_datadist._engine.uses import Use
 from llm_datadist._log import get_logger
 from llm_datadist.backend import Backend, BackendError, MemoryKind, Region
 from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
@@ -63,6 +64,8 @@ class Pool:
     region: Region
     space: Space
     limit: int
+    #: The options that say so.
+    limited_by: str
 
 
 @dataclass(slots=True)
@@ -102,7 +105,7 @@ class Cache:
     #: The user still holds the handle.
     held: bool = True
     #: Local transfers that use the memory now; it is not reused before they end.
-    users: int = 0
+    users: set[Use] = field(default_factory=set)
     #: Live Tensors on the memory; likewise.
     views: int = 0
     #: Withdrawn from the directory; the memory waits for users, views, and peers that write into it.
@@ -170,28 +173,53 @@ class Caches:
 
     def allocate(self, geometry: Geometry, keys: Sequence[Key | None]) -> Cache:
         """Allocate a cache and bind ``keys[i]`` to slot i (the blocks key of a blocks cache: slot 0)."""
-        with self._lock:
-            self._collect()
-            slot_of = {key: slot for slot, key in enumerate(keys) if key is not None}
-            for key in slot_of:
-                if key in self._keys:
-                    self._refuse_bound(key)
-            pools = [p for p in self._pools if p.region.kind is geometry.kind]
-            if not pools:
-                option = "llm.HostMemPoolConfig" if geometry.kind is MemoryKind.HOST else "llm.MemPoolConfig"
-                raise ParamInvalid(f"no pool holds {geometry.kind.name} memory: set {option}")
-            with ExitStack() as undo:
-                places = [place for pool in pools for place in self._take(pool, geometry, undo)]
-                try:
-                    numbers = self._directory.take_entries(1 + len(slot_of))
-                    undo.callback(self._directory.return_entries, numbers)
-                    where = [(pool.region, pool.region.address + at) for pool, at in places]
-                    cache = self._publish(geometry, where, slot_of, numbers, undo, places=places)
-                except MemoryError as e:
-                    raise LLMException(str(e), status_code=self._out_of_memory()) from e
-                undo.pop_all()
-            self._caches[cache.id] = cache
+        slot_of = {key: slot for slot, key in enumerate(keys) if key is not None}
+        pools = [p for p in self._pools if p.region.kind is geometry.kind]
+        if not pools:
+            option = "llm.HostMemPoolConfig" if geometry.kind is MemoryKind.HOST else "llm.MemPoolConfig"
+            raise ParamInvalid(f"no pool holds {geometry.kind.name} memory: set {option}")
+        places: list[tuple[Pool, int]] = []
+        backed = 0
+        published = False
+        try:
+            with self._lock:
+                self._collect()
+                self._check_unbound(slot_of)
+                for pool in pools:
+                    self._take(pool, geometry, places)
+            # Backing memory takes a while, and transfers of other threads must not wait for it.
+            for pool, at, nbytes in merged(places, geometry.tensor_bytes):
+                self._commit(pool, at, nbytes)
+                backed += 1
+            with self._lock:
+                self._check_unbound(slot_of)
+                where = [(pool.region, pool.region.address + at) for pool, at in places]
+                cache = self._publish(geometry, where, slot_of, places=places)
+                published = True
             return cache
+        finally:
+            if not published and not self._take_back(places):
+                with self._lock:
+                    for number, (pool, at, nbytes) in enumerate(merged(places, geometry.tensor_bytes)):
+                        pool.space.give(at, nbytes)
+                        if number < backed:
+                            self._backend.discard(pool.region, at, nbytes)
+
+    def _take_back(self, places: Sequence[tuple[Pool, int]]) -> bool:
+        """Release a cache whose publication was interrupted; say whether there was one."""
+        with self._lock:
+            for cache in self._caches.values():
+                if cache.places is places:
+                    for binding in list(cache.bindings.values()):
+                        self._unbind(binding)
+                    self._drop(cache.id)
+                    return True
+        return False
+
+    def _check_unbound(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            if key in self._keys:
+                self._refuse_bound(key)
 
     def register(
         self,
@@ -203,39 +231,28 @@ class Caches:
         keepers: Sequence[object],
     ) -> Cache:
         """Make a cache of the user's memory. A blocks key that another registered cache has goes over to this one."""
-        with self._lock:
-            self._collect()
-            slot_of = {key: slot for slot, key in enumerate(keys) if key is not None}
-            taken_over = []
-            for key in slot_of:
-                bound = self._keys.get(key)
-                if bound is not None:
-                    if key.kind != BLOCKS or not bound.cache.registered:
-                        self._refuse_bound(key)
-                    taken_over.append(bound)
-            with ExitStack() as undo:
-                where = []
-                for i, address in enumerate(addresses):
-                    try:
-                        region = self._backend.register(device, address, geometry.tensor_bytes, geometry.kind)
-                    except BackendError as e:
-                        text = f"tensor {i} at {address:#x} can't be registered: {e.text}"
-                        raise codes.exception_of(BackendError(e.kind, text, e.native_code), self._cache_manager) from e
-                    undo.callback(self._backend.unregister, region, address, geometry.tensor_bytes)
-                    where.append((region, address))
-                try:
-                    numbers = self._directory.take_entries(1 + len(slot_of))
-                    undo.callback(self._directory.return_entries, numbers)
-                    for bound in taken_over:
-                        self._unbind(bound)
-                    cache = self._publish(
-                        geometry, where, slot_of, numbers, undo, keepers=keepers, accessible=accessible
-                    )
-                except MemoryError as e:
-                    raise LLMException(str(e), status_code=self._out_of_memory()) from e
-                undo.pop_all()
-            self._caches[cache.id] = cache
+        slot_of = {key: slot for slot, key in enumerate(keys) if key is not None}
+        try:
+            regions = self._backend.register(device, addresses, geometry.tensor_bytes, geometry.kind)
+        except BackendError as e:
+            raise codes.exception_of(e, self._cache_manager) from e
+        where = list(zip(regions, addresses, strict=True))
+        published = False
+        try:
+            with self._lock:
+                self._collect()
+                taken_over = [self._keys[key] for key in slot_of if key in self._keys]
+                for bound in taken_over:
+                    if bound.key.kind != BLOCKS or not bound.cache.registered:
+                        self._refuse_bound(bound.key)
+                cache = self._publish(geometry, where, slot_of, keepers=keepers, accessible=accessible)
+                published = True
+                for bound in taken_over:
+                    self._unbind(bound)
             return cache
+        finally:
+            if not published:
+                self._backend.unregister(where, geometry.tensor_bytes)
 
     def unregister(self, cache_id: int, deadline_ns: int) -> None:
         """Forget a registered cache as soon as no transfer uses it; ids of anything else are harmless.
@@ -248,26 +265,38 @@ class Caches:
         with self._lock:
             self._collect()
             cache = self._caches.get(cache_id)
-            if cache is None or not cache.registered or not cache.held:
+            if cache is None or not cache.registered:
                 return
-            cache.held = False
-            self._withdraw(cache)
-        while True:
-            with self._lock:
-                self._look_at_pins(cache)
-                if not cache.users and not cache.pinned_by:
-                    for binding in list(cache.bindings.values()):
-                        self._unbind(binding)
-                    self._free(cache)
-                    return
+        ended = False
+        try:
+            while True:
+                with self._lock:
+                    if cache_id not in self._caches:  # another thread was quicker
+                        ended = True
+                        return
+                    cache.held = False
+                    if not cache.withdrawn:
+                        self._withdraw(cache)
+                    self._look_at_pins(cache)
+                    if not cache.users and not cache.pinned_by:
+                        for binding in list(cache.bindings.values()):
+                            self._unbind(binding)
+                        self._free(cache)
+                        ended = True
+                        return
                 if time.monotonic_ns() > deadline_ns:
-                    self._publish_again(cache)
-                    break
-            time.sleep(0.001)
-        raise LLMException(
-            f"cache {cache_id} is still used by a transfer, so it stays registered: call again when that has ended",
-            status_code=codes.timeout_code(self._cache_manager),
-        )
+                    raise LLMException(
+                        f"cache {cache_id} is still used by a transfer, so it stays registered: "
+                        "call again when that has ended",
+                        status_code=codes.timeout_code(self._cache_manager),
+                    )
+                time.sleep(0.001)
+        finally:
+            if not ended:
+                # Out of time, or interrupted: the user goes on to own a registered cache.
+                with self._lock:
+                    if cache_id in self._caches and cache.withdrawn:
+                        self._publish_again(cache)
 
     def _publish_again(self, cache: Cache) -> None:
         """Make a withdrawn registered cache visible once more, under new generations."""
@@ -294,33 +323,30 @@ class Caches:
     def _out_of_memory(self) -> LLMStatusCode:
         return codes.out_of_memory_code(self._cache_manager)
 
-    def _take(self, pool: Pool, geometry: Geometry, undo: ExitStack) -> list[tuple[Pool, int]]:
+    def _take(self, pool: Pool, geometry: Geometry, places: list[tuple[Pool, int]]) -> None:
+        """Reserve room for all tensors of a cache on one device, and note each place at once."""
         each = pool.space.round(geometry.tensor_bytes)
         total = each * geometry.num_tensors
         if pool.space.used + total > pool.limit:
-            raise self._no_room(pool, total, f"the limit is {pool.limit}")
+            raise self._no_room(pool, total, f"the limit is {pool.limit} ({pool.limited_by})")
         # One range for all tensors is found fastest and merges best; in a crowded pool one by one may still fit.
         start = pool.space.take(total)
         if start is not None:
-            undo.callback(pool.space.give, start, total)
-            offsets = [start + i * each for i in range(geometry.num_tensors)]
-            ranges = [(start, total)]
-        else:
-            offsets = []
-            for _ in range(geometry.num_tensors):
-                at = pool.space.take(each)
-                if at is None:
-                    raise self._no_room(pool, total, f"{pool.space.nbytes} bytes are in fragments")
-                undo.callback(pool.space.give, at, each)
-                offsets.append(at)
-            ranges = [(at, each) for at in offsets]
-        for at, nbytes in ranges:
-            try:
-                self._backend.commit(pool.region, at, nbytes)
-            except BackendError as e:
-                raise LLMException(f"{e.text}; {self._usage()}", status_code=self._out_of_memory()) from e
-            undo.callback(self._backend.discard, pool.region, at, nbytes)
-        return [(pool, at) for at in offsets]
+            places += [(pool, start + i * each) for i in range(geometry.num_tensors)]
+            return
+        for _ in range(geometry.num_tensors):
+            at = pool.space.take(each)
+            if at is None:
+                raise self._no_room(pool, total, f"no free range of the pool's {pool.space.nbytes} has {each}")
+            places.append((pool, at))
+
+    def _commit(self, pool: Pool, at: int, nbytes: int) -> None:
+        try:
+            self._backend.commit(pool.region, at, nbytes)
+        except BackendError as e:
+            with self._lock:
+                usage = self._usage()
+            raise LLMException(f"{e.text} {usage}.", status_code=self._out_of_memory()) from e
 
     def _no_room(self, pool: Pool, wanted: int, why: str) -> LLMException:
         return LLMException(
@@ -334,67 +360,71 @@ class Caches:
         geometry: Geometry,
         where: list[tuple[Region, int]],
         slot_of: dict[Key, int],
-        numbers: list[int],
-        undo: ExitStack,
         *,
         places: list[tuple[Pool, int]] | None = None,
         keepers: Sequence[object] = (),
         accessible: bool = True,
     ) -> Cache:
         devices = len(where) // geometry.num_tensors
-        bindings: dict[int, tuple[Key, int, int, int]] = {}
-        for (key, slot), number in zip(slot_of.items(), numbers[1:], strict=True):
-            tags = 0
-            if key.kind == REQUEST and places is not None:
-                tags = self._board.take_tags(geometry.num_tensors)
-                undo.callback(self._board.give_tags, tags, geometry.num_tensors)
-            bindings[slot] = (key, number, next(self._generations), tags)
-        table = [(0, 0)] * (max(bindings) + 1 if bindings else 0)
-        for slot, (_, number, generation, _) in bindings.items():
-            table[slot] = (number + 1, generation)
-        flags = (
-            (F_ACCESSIBLE if accessible else 0)
-            | (F_BLOCKS if geometry.blocks else 0)
-            | (F_HOST if geometry.kind is MemoryKind.HOST else 0)
-            | (F_REGISTERED if places is None else 0)
-            | (F_POOLED if self._pooled else 0)
-        )
-        record = Record(
-            next(self._generations),
-            self._next_id,
-            flags,
-            devices,
-            geometry.num_tensors,
-            geometry.slots,
-            geometry.tensor_bytes,
-            tuple((region.id, address - region.address) for region, address in where),
-            tuple(table),
-        )
-        record_at = self._directory.write_record(record)
-        self._next_id += 1
-        n = geometry.num_tensors
-        flat = [address for _, address in where]
-        cache = Cache(
-            record.cache_id,
-            geometry,
-            places or [],
-            where if places is None else [],
-            keepers,
-            accessible,
-            tuple(tuple(flat[d * n : (d + 1) * n]) for d in range(devices)),
-            record,
-            record_at,
-            numbers[0],
-            next(self._generations),
-        )
-        now = time.monotonic()
-        for slot, (key, number, generation, tags) in bindings.items():
-            binding = Binding(key, cache, slot, number, generation, tags, now)
-            cache.bindings[slot] = self._keys[key] = binding
-            if tags:
-                binding.position = len(self._spendable)
-                self._spendable.append(binding)
-                self._spendable_words.extend((number, generation))
+        with ExitStack() as undo:
+            try:
+                numbers = self._directory.take_entries(1 + len(slot_of))
+                undo.callback(self._directory.return_entries, numbers)
+                bound: dict[int, tuple[Key, int, int, int]] = {}
+                for (key, slot), number in zip(slot_of.items(), numbers[1:], strict=True):
+                    tags = 0
+                    if key.kind == REQUEST and places is not None:
+                        tags = self._board.take_tags(geometry.num_tensors)
+                        undo.callback(self._board.give_tags, tags, geometry.num_tensors)
+                    bound[slot] = (key, number, next(self._generations), tags)
+                table = [(0, 0)] * (max(bound) + 1 if bound else 0)
+                for slot, (_, number, generation, _) in bound.items():
+                    table[slot] = (number + 1, generation)
+                record = Record(
+                    next(self._generations),
+                    self._next_id,
+                    (F_ACCESSIBLE if accessible else 0)
+                    | (F_BLOCKS if geometry.blocks else 0)
+                    | (F_HOST if geometry.kind is MemoryKind.HOST else 0)
+                    | (F_REGISTERED if places is None else 0)
+                    | (F_POOLED if self._pooled else 0),
+                    devices,
+                    geometry.num_tensors,
+                    geometry.slots,
+                    geometry.tensor_bytes,
+                    tuple((region.id, address - region.address) for region, address in where),
+                    tuple(table),
+                )
+                record_at = self._directory.write_record(record)
+            except MemoryError as e:
+                raise LLMException(str(e), status_code=self._out_of_memory()) from e
+            n = geometry.num_tensors
+            flat = [address for _, address in where]
+            cache = Cache(
+                record.cache_id,
+                geometry,
+                places or [],
+                where if places is None else [],
+                keepers,
+                accessible,
+                tuple(tuple(flat[d * n : (d + 1) * n]) for d in range(devices)),
+                record,
+                record_at,
+                numbers[0],
+                next(self._generations),
+            )
+            now = time.monotonic()
+            for slot, (key, number, generation, tags) in bound.items():
+                binding = Binding(key, cache, slot, number, generation, tags, now)
+                cache.bindings[slot] = self._keys[key] = binding
+                if tags:
+                    binding.position = len(self._spendable)
+                    self._spendable.append(binding)
+                    self._spendable_words.extend((number, generation))
+            self._next_id += 1
+            self._caches[cache.id] = cache
+            # From here on the cache owns what was taken, and whatever interrupts this releases all of it together.
+            undo.pop_all()
         self._announce(cache)
         return cache
 
@@ -445,7 +475,8 @@ class Caches:
         if binding.tags:
             self._board.give_tags(binding.tags, binding.cache.geometry.num_tensors)
             self._forget_spendable(binding)
-        del self._keys[binding.key]
+        if self._keys.get(binding.key) is binding:
+            del self._keys[binding.key]
         del binding.cache.bindings[binding.slot]
 
     def _forget_spendable(self, binding: Binding) -> None:
@@ -488,8 +519,8 @@ class Caches:
         for pool, at, nbytes in merged(cache.places, cache.geometry.tensor_bytes):
             pool.space.give(at, nbytes)
             self._backend.discard(pool.region, at, nbytes)
-        for region, address in cache.registered:
-            self._backend.unregister(region, address, cache.geometry.tensor_bytes)
+        if cache.registered:
+            self._backend.unregister(cache.registered, cache.geometry.tensor_bytes)
 
     def _collect(self) -> None:
         """Take in what has happened since the last call: keys that peers have spent, handles and views that died."""
@@ -522,28 +553,33 @@ class Caches:
             )
         return cache
 
-    def begin(self, cache_id: int) -> Cache:
+    def begin(self, cache_id: int, use: Use) -> Cache:
         """Start to use a cache's memory; `end` must follow."""
+        use.caches.append(cache_id)
         with self._lock:
             cache = self._held(cache_id)
-            cache.users += 1
+            cache.users.add(use)
             return cache
 
-    def begin_generation(self, cache_id: int, generation: int) -> Cache | None:
+    def begin_generation(self, cache_id: int, generation: int, use: Use) -> Cache | None:
         """Start to use the memory that a peer has found in the directory, or give None if it was withdrawn since."""
+        use.caches.append(cache_id)
         with self._lock:
             cache = self._caches.get(cache_id)
             if cache is None or cache.withdrawn or cache.record.generation != generation:
                 return None
-            cache.users += 1
+            cache.users.add(use)
             return cache
 
-    def end(self, cache: Cache) -> None:
-        """Stop to use a cache's memory."""
+    def end(self, use: Use) -> None:
+        """Stop to use the memory of all caches that an operation has."""
         with self._lock:
-            cache.users -= 1
-            if not cache.users and cache.withdrawn and not cache.registered:
-                self._release_if_unused(cache)
+            for cache_id in use.caches:
+                cache = self._caches.get(cache_id)
+                if cache is not None:
+                    cache.users.discard(use)
+                    if not cache.users and cache.withdrawn and not cache.registered:
+                        self._release_if_unused(cache)
 
     def view(self, cache_id: int) -> tuple[Cache, View]:
         """Give a cache, and an object that keeps its memory while it lives."""
@@ -566,7 +602,10 @@ class Caches:
 
         Waits, until the deadline, for peers that are still writing into memory that the user may free next.
         """
-        with self._lock:
+        # With a time limit: a signal handler that finalizes may have interrupted the very thread that holds the lock.
+        if not self._lock.acquire(timeout=max(deadline_ns - time.monotonic_ns(), 0) / 1e9):
+            return "the table of caches was in use, so nothing was withdrawn"
+        try:
             self._collect()
             left = self._unpulled()
             for cache in list(self._caches.values()):
@@ -574,11 +613,21 @@ class Caches:
                     self._unbind(binding)
                 cache.held = False
                 self._release_if_unused(cache)
+        finally:
+            self._lock.release()
         while any(cache.registered for cache in self._pinned) and time.monotonic_ns() < deadline_ns:
             time.sleep(0.001)
             with self._lock:
                 self._collect()
         return left
+
+    def wait_unused(self, deadline_ns: int) -> bool:
+        """Wait until no operation of this process uses any cache's memory; say whether that came."""
+        while any(cache.users for cache in list(self._caches.values())):
+            if time.monotonic_ns() > deadline_ns:
+                return False
+            time.sleep(0.001)
+        return True
 
     def _unpulled(self) -> str | None:
         waiting = [b for b in self._keys.values() if not b.cache.held and b.key.kind != BLOCKS]

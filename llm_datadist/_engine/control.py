@@ -28,7 +28,7 @@ from llm_datadist._log import get_logger
 __all__ = ["Channel", "Gone", "NotThere", "Service", "TimedOut", "connect", "listen"]
 
 MAX_NAME = 107
-MAX_FDS = 64
+MAX_FDS = 192
 #: How soon to try again when the process had no descriptor left for a new connection.
 RETRY_S = 1.0
 SO_PEERPIDFD = 77  # Linux 6.5; not yet in the socket module
@@ -178,7 +178,7 @@ class Channel:
         self._fds.extend(fds)
         if flags & socket.MSG_CTRUNC or len(self._fds) > MAX_FDS:
             self._drop_fds()
-            raise Malformed("more descriptors came than a frame may carry")
+            raise Malformed("descriptors were lost: too many in one frame, or none free in this process")
         if not data:
             raise Gone("the peer closed the connection")
         self._received += data
@@ -222,10 +222,6 @@ class Channel:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
-
-    def abandon(self) -> None:
-        """Close the descriptors in a forked child, without a word to the peer."""
-        self.close()
 
 
 class Service:
@@ -326,13 +322,21 @@ class Service:
             starved, self._starved = self._starved, []
             for key, _ in self._selector.select(RETRY_S if starved else None):
                 if key.fd in self._selector.get_map():
-                    key.data()
+                    self._guarded(key.data)
             self._jobs.extend(starved)
             self._run_jobs()
 
     def _run_jobs(self) -> None:
         while self._jobs:
-            self._jobs.popleft()()
+            self._guarded(self._jobs.popleft())
+
+    @staticmethod
+    def _guarded(job: Callable[[], None]) -> None:
+        """Keep one failing job from ending the thread that all links depend on."""
+        try:
+            job()
+        except Exception:
+            get_logger().error("the service thread met an unexpected error and goes on", exc_info=True)
 
     def _register(self, what: socket.socket | int, ready: Callable[[], None]) -> None:
         fd = what if isinstance(what, int) else what.fileno()

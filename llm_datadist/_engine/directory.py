@@ -177,13 +177,11 @@ class Directory:
         if offset is None:
             raise MemoryError("the directory has no room for another cache")
         words.write_record(self._base + self.layout.arena + offset, record.generation, body)
-        self._touch()
         return self.layout.arena + offset
 
     def retire_record(self, offset: int, generation: int) -> None:
         """Withdraw a record: from here on no reader that finds bytes of a later owner calls them good."""
         words.retire(self._base + offset, generation)
-        self._touch()
 
     def free_record(self, offset: int, record: Record) -> None:
         """Let a retired record's room be used again."""
@@ -198,6 +196,8 @@ class Directory:
         if words.index_insert(self._base + self.layout.index, self._capacity, *key, number):
             self._filled += 1
         self._live += 1
+        if key.kind == CACHE:
+            self._touch()
 
     def replace(self, number: int, key: Key, entry: Entry) -> None:
         """Write a published entry anew, under another generation."""
@@ -210,10 +210,13 @@ class Directory:
 
     def withdraw(self, number: int, key: Key, generation: int) -> None:
         """Make an entry absent, and its number free for later."""
+        # First out of the index: a reader that finds the word of an entry that is odd believes it is being rewritten.
+        if words.index_remove(self._base + self.layout.index, self._capacity, *key, number):
+            self._live -= 1
         words.retire(self._base + self.layout.entries + number * ENTRY_BYTES, generation)
-        words.index_remove(self._base + self.layout.index, self._capacity, *key, number)
-        self._live -= 1
         self._free.append(number)
+        if key.kind == CACHE:
+            self._touch()
 
     def open_link(self, slot: int, epoch: int) -> None:
         """Let a peer's transfers pass that expect this epoch in its link word."""
@@ -231,6 +234,7 @@ class Directory:
                 self.close_link(slot)
 
     def _touch(self) -> None:
+        # Last: who reads the new version reads the new table.
         words.store(self._base + W_TABLE, words.load(self._base + W_TABLE) + 1)
 
     def _rebuild(self) -> None:
@@ -262,6 +266,8 @@ class PeerDirectory:
             raise Unreadable(f"the peer's directory has magic and version {found}, expected {(MAGIC, VERSION)}")
         if words.load(self._base + W_INCARNATION) != incarnation:
             raise Unreadable("the peer's directory belongs to another incarnation than its greeting said")
+        if words.load(self._base + W_STATE) != LIVE:
+            raise Unreadable("the peer is being finalized")
 
     def link_word(self, slot: int) -> int:
         """Give the address of the link word of a slot."""

@@ -68,10 +68,14 @@ class Engine:
                 board = Board(board_window, self._directory.layout.entry_count)
                 pools = self._reserve_pools()
                 staged = self._reserve_staging()
+                self._service = Service(f"llm_datadist {config.cluster_id}")
             except BackendError as e:
                 raise codes.exception_of(e, config.cache_manager) from e
+            except (OSError, RuntimeError) as e:
+                raise LLMException(
+                    f"the engine can't start its service thread: {e}", status_code=LLMStatusCode.LLM_FAILED
+                ) from e
             self.caches = Caches(backend, self._directory, board, pools, config.cache_manager)
-            self._service = Service(f"llm_datadist {config.cluster_id}")
             undo.callback(lambda: self._service.stop(time.monotonic_ns() + CLOSE_NS))
             terms = Terms(
                 config.cluster_id,
@@ -82,6 +86,7 @@ class Engine:
             )
             self.links = Links(backend, self._directory, board, terms, config.namespace, self._service)
             self.caches.proved_gone = self.links.proved_gone
+            self.staging = Staging(backend, staged, self.caches, self.links)
             self.links.listen(config.listen)
             self.communicators = Communicators(
                 self.links,
@@ -92,7 +97,6 @@ class Engine:
                 config.loopback,
             )
             rules = Rules(config.cache_manager, config.remote_accessible, config.device_pool is not None)
-            self.staging = Staging(backend, staged, self.caches, self.links)
             self.transfers = Transfers(self.caches, self.links, self.staging, config.sync_timeout_ms, rules)
             self.copies = Copies(backend, self.caches, config.cache_manager)
             undo.pop_all()
@@ -105,7 +109,12 @@ class Engine:
         for device in self.config.devices:
             region = self.backend.reserve(device, None, MemoryKind.DEVICE)
             limit = region.nbytes if self.config.memory_limit is None else self.config.memory_limit
-            pools.append(Pool(region, Space(region.nbytes, TENSOR_ALIGNMENT), limit))
+            by = (
+                "llm.Simulator.AddressSpace"
+                if self.config.memory_limit is None
+                else "ge.flowGraphMemMaxSize times llm.MemoryUtilization"
+            )
+            pools.append(Pool(region, Space(region.nbytes, TENSOR_ALIGNMENT), limit, by))
         return pools
 
     def _reserve_paged_pools(self) -> list[Pool]:
@@ -117,7 +126,8 @@ class Engine:
             if pool is not None:
                 region = self.backend.reserve(self.config.devices[0], pool.memory_size, kind)
                 space = Space(pool.memory_size, 1 << pool.page_shift)
-                pools.append(Pool(region, space, space.nbytes))
+                option = "llm.MemPoolConfig" if kind is MemoryKind.DEVICE else "llm.HostMemPoolConfig"
+                pools.append(Pool(region, space, space.nbytes, option))
         return pools
 
     def _reserve_staging(self) -> Region | None:
@@ -243,17 +253,27 @@ class Engine:
                 return
             self.closed = "the engine was finalized"
         deadline_ns = time.monotonic_ns() + CLOSE_NS
-        self._directory.close()
-        self.communicators.cancel()
-        self.links.close(deadline_ns)
-        self.communicators.wait(deadline_ns)
-        self.staging.close(deadline_ns)
+        with contextlib.ExitStack() as steps:  # the last one pushed comes first, and none is left out
+            steps.callback(self._close_memory, deadline_ns)
+            steps.callback(self._close_caches, deadline_ns)
+            steps.callback(self.staging.close, deadline_ns)
+            steps.callback(self.communicators.wait, deadline_ns)
+            steps.callback(self.links.close, deadline_ns)
+            steps.callback(self.communicators.cancel)
+            steps.callback(self._directory.close)
+
+    def _close_caches(self, deadline_ns: int) -> None:
         left = self.caches.close(deadline_ns)
         if left is not None:
             get_logger().info("at finalize %s", left)
-        if not self._service.stop(deadline_ns):
-            get_logger().warning("the service thread did not end in time")
-        self.backend.close()
+
+    def _close_memory(self, deadline_ns: int) -> None:
+        stopped = self._service.stop(deadline_ns)
+        if self.caches.wait_unused(deadline_ns) and stopped:
+            self.backend.close()
+        else:
+            # Unmapping memory under a thread that uses it would end the process; the exit gives it back.
+            get_logger().error("finalize leaves its memory mapped: %s", "a transfer or copy does not end")
 
     def abandon(self) -> None:
         """Let go of the descriptors in a forked child. The parent's engine goes on unharmed."""

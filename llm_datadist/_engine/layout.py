@@ -6,7 +6,18 @@ from typing import NamedTuple
 
 from llm_datadist.status import ParamInvalid
 
-__all__ = ["DEFAULT_TENSORS_PER_LAYER", "Layers", "check_span", "pair_tensors", "select"]
+__all__ = [
+    "DEFAULT_TENSORS_PER_LAYER",
+    "Layers",
+    "check_chunks",
+    "check_equal_blocks",
+    "check_index",
+    "check_room",
+    "check_span",
+    "pair_tensors",
+    "select",
+    "select_tensors",
+]
 
 DEFAULT_TENSORS_PER_LAYER = 2
 
@@ -46,3 +57,37 @@ def check_span(side: str, offset_name: str, offset: int, nbytes: int, stride: in
         raise ParamInvalid(
             f"{nbytes} bytes from {offset_name} {offset} do not fit into a {side} batch slot of {stride} bytes"
         )
+
+
+def check_index(name: str, index: int, count: int, of: str) -> None:
+    """Check an index against a count."""
+    if index >= count:
+        raise ParamInvalid(f"{name} {index} is not below {count}, allowed are 0 to {count - 1}, {of}")
+
+
+def check_equal_blocks(source: int, destination: int) -> None:
+    """Check that blocks have one size on both sides."""
+    if source != destination:
+        raise ParamInvalid(f"a source block has {source} bytes, a destination block {destination}; they must be equal")
+
+
+def check_chunks(slot_bytes: int, block_bytes: int, count: int) -> None:
+    """Check that so many chunks of a block can be cut from a slot."""
+    most = -(-slot_bytes // block_bytes)
+    if block_bytes > slot_bytes or count > most:
+        raise ParamInvalid(
+            f"{count} chunks of {block_bytes} bytes are wanted from a slot of {slot_bytes} bytes, allowed are "
+            f"{most if block_bytes <= slot_bytes else 0}"
+        )
+
+
+def check_room(nbytes: int, stride: int) -> None:
+    """Check that a slot fits into another."""
+    if nbytes > stride:
+        raise ParamInvalid(f"a source slot has {nbytes} bytes, the destination slot only {stride}")
+
+
+def select_tensors(side: str, tensors: range, total: int) -> None:
+    """Check tensor indices against a cache's total."""
+    if tensors.stop > total:
+        raise ParamInvalid(f"the {side} layer needs tensors up to {tensors.stop - 1}, that cache has {total}")

@@ -8,7 +8,6 @@ or unlinked, so that a transfer can say why it is refused.
 from __future__ import annotations
 
 import base64
-import binascii
 import enum
 import itertools
 import os
@@ -28,6 +27,7 @@ from llm_datadist._engine import codes, control
 from llm_datadist._engine.board import Board, PeerBoard
 from llm_datadist._engine.control import Channel, Gone, NotThere, Service, TimedOut
 from llm_datadist._engine.directory import MAX_LINKS, Directory, PeerDirectory, Unreadable
+from llm_datadist._engine.uses import Turn, Use
 from llm_datadist._engine.wire import Frame, Kind, Malformed
 from llm_datadist._log import get_logger
 from llm_datadist.backend import Backend, BackendError, Endpoint, Export, Failure, Pair
@@ -121,8 +121,8 @@ class Link:
     wanted: bool = False
     #: A transfer has gone by staging, which is said once.
     staged: bool = False
-    #: Held during a transfer, a check, or an unlink.
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    #: Of the one transfer, check, or unlink at a time.
+    turn: Turn = field(default_factory=Turn)
     #: What transfers keep from one to the next (see transfers.py).
     kept: dict[Hashable, Any] = field(default_factory=dict)
     answers: dict[int, Answer] = field(default_factory=dict)
@@ -187,6 +187,8 @@ class Links:
         self._paused = False
         self._accepting = 0
         self._one_call = threading.Lock()
+        #: Clusters that a call is linking to.
+        self._linking: set[int] = set()
         self._closing = False
         #: Those that answer clients; some may have ended.
         self._workers: set[threading.Thread] = set()
@@ -266,7 +268,13 @@ class Links:
             for _, listener in self._listeners:
                 self._service.pause(listener)
         worker = threading.Thread(target=self._serve, args=(sock,), name="llm_datadist link", daemon=True)
-        worker.start()
+        try:
+            worker.start()
+        except RuntimeError as e:
+            get_logger().error("a link can't be served: %s", e)
+            sock.close()
+            self._served()
+            return
         self._workers = {*filter(threading.Thread.is_alive, self._workers), worker}
 
     def _served(self) -> None:
@@ -405,6 +413,17 @@ class Links:
 
     def _link_one(self, request: LinkRequest, deadline_ns: int) -> LLMStatusCode:
         with self._lock:
+            if request.cluster_id in self._linking:
+                return LLMStatusCode.LLM_ALREADY_LINK
+            self._linking.add(request.cluster_id)
+        try:
+            return self._link_alone(request, deadline_ns)
+        finally:
+            with self._lock:
+                self._linking.discard(request.cluster_id)
+
+    def _link_alone(self, request: LinkRequest, deadline_ns: int) -> LLMStatusCode:
+        with self._lock:
             links = list(self._routes.get((request.cluster_id, False), ()))
             standing = [link for link in links if not link.comm and link.usable()]
             if any(link.wanted for link in standing):
@@ -523,7 +542,7 @@ class Links:
             comm = request.comm if request else frame.text("comm")
             try:
                 data = base64.b64decode(frame.text("export"), validate=True)
-            except binascii.Error as e:
+            except ValueError as e:
                 raise Malformed(f"field 'export' is not base64: {e}") from e
         except BaseException:
             close_all(fds)
@@ -639,9 +658,9 @@ class Links:
         link = self.to(cluster_id)
         if not link.usable():
             raise self.not_linked(cluster_id, link)
-        deadline_ns = time.monotonic_ns() + timeout_ms * 10**6
-        self.acquire(link, deadline_ns)
+        use = Use()
         try:
+            deadline_ns = self.take(link, use, timeout_ms)
             self.ask(link, Kind.PING, deadline_ns)
         except TimedOut as e:
             raise LLMException(
@@ -652,29 +671,33 @@ class Links:
             link.break_(f"{e} (peer gone)")
             raise self.not_linked(cluster_id, link) from e
         finally:
-            self.release(link)
+            self.give_back(use)
 
-    def acquire(self, link: Link, deadline_ns: int) -> None:
-        """Take a link for one operation; `release` must follow.
+    def take(self, link: Link, use: Use, timeout_ms: int) -> int:
+        """Take a link for one operation, and give the operation's deadline; `give_back` must follow.
 
-        In KvCacheManager mode another operation on it is LINK_BUSY; in CacheManager mode it is waited for.
+        In KvCacheManager mode another operation on it is LINK_BUSY; in CacheManager mode it is waited for, as long as
+        an operation may take, and the operation's own time begins after that.
         """
-        if not link.lock.acquire(blocking=False):
-            wait = self.terms.cache_manager
-            if not (wait and link.lock.acquire(timeout=control.remaining(deadline_ns))):
-                raise LLMException(
-                    f"the link with cluster {link.cluster_id} is in use by another operation",
-                    status_code=LLMStatusCode.LLM_TIMEOUT if wait else LLMStatusCode.LLM_LINK_BUSY,
-                )
+        use.link = link
+        limit_ns = timeout_ms * 1_000_000
+        wait = self.terms.cache_manager
+        if not link.turn.claim(use, time.monotonic_ns() + limit_ns if wait else None):
+            raise LLMException(
+                f"the link with cluster {link.cluster_id} is in use by another operation",
+                status_code=LLMStatusCode.LLM_TIMEOUT if wait else LLMStatusCode.LLM_LINK_BUSY,
+            )
         if link.state is not State.READY:
-            self.release(link)
             raise self.not_linked(link.cluster_id, link)
+        return time.monotonic_ns() + limit_ns
 
-    def release(self, link: Link) -> None:
-        """End the operation that held the link; if the link went meanwhile, let its memory go."""
-        link.lock.release()
-        if link.state is not State.READY:
-            self._dispose_if_gone(link)
+    def give_back(self, use: Use) -> None:
+        """End the operation that had the link; if the link went meanwhile, let its memory go."""
+        link = use.link
+        if link is not None:
+            link.turn.release(use)
+            if link.state is not State.READY:
+                self._dispose_if_gone(link)
 
     def unlink(
         self, requests: Sequence[LinkRequest], timeout_ms: int, force: bool, *, as_client: bool
@@ -711,8 +734,8 @@ class Links:
 
     def _end(self, link: Link, deadline_ns: int, *, tell: bool) -> LLMStatusCode:
         """Remove a link between two transfers, and tell the peer."""
-        wait = control.remaining(deadline_ns) if self.terms.cache_manager else 0
-        if not link.lock.acquire(timeout=wait):
+        use = Use()
+        if not link.turn.claim(use, deadline_ns if self.terms.cache_manager else None):
             get_logger().error("cluster %d is not unlinked: a transfer is under way", link.cluster_id)
             return LLMStatusCode.LLM_UNLINK_FAILED if self.terms.cache_manager else LLMStatusCode.LLM_LINK_BUSY
         result = LLMStatusCode.LLM_SUCCESS
@@ -730,7 +753,7 @@ class Links:
                 else LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED
             )
         finally:
-            link.lock.release()
+            link.turn.release(use)
         self._remove(link, "unlinked")
         return result
 
@@ -770,13 +793,16 @@ class Links:
         self._dispose_if_gone(link)
 
     def _dispose_if_gone(self, link: Link) -> None:
-        # Whoever holds the lock comes here again when it releases it, so one of the two always gets through.
-        if (link.state is State.GONE or not link.endpoint.alive()) and link.lock.acquire(blocking=False):
+        # Whoever has the turn comes here again after it, so one of the two always gets through.
+        use = Use()
+        if (link.state is State.GONE or not link.endpoint.alive()) and link.turn.claim(use):
             try:
+                # The slot remembers whom to watch, before the channel forgets.
+                self._close_slot(link)
                 link.endpoint.close()
                 self._service.dispose(link.channel)
             finally:
-                link.lock.release()
+                link.turn.release(use)
 
     def _prune(self) -> None:
         with self._lock:
@@ -849,18 +875,28 @@ class Links:
         for link in links:
             self._remove(link, "this engine was finalized")
             # A transfer of another thread may still run; it sees the closed connection and ends.
-            if link.lock.acquire(timeout=control.remaining(deadline_ns)):
-                self.release(link)
+            use = Use()
+            use.link = link
+            if link.turn.claim(use, deadline_ns):
+                self.give_back(use)
+        self._forget_lingering()
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child, and break every link."""
         for _, sock in self._listeners:
             sock.close()
         for channel in list(self._handshakes):
-            channel.abandon()
+            channel.close()
         for link in list(self._links.values()):
             link.state, link.reason = State.GONE, "inherited by a forked child"
-            link.channel.abandon()
+            link.channel.close()
+        self._forget_lingering()
+
+    def _forget_lingering(self) -> None:
+        while self._lingering:
+            _, pidfd = self._lingering.popitem()
+            if pidfd >= 0:
+                os.close(pidfd)
 
 
 def _has_ended(pidfd: int) -> bool:

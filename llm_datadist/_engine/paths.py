@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from llm_datadist._engine.caches import Cache, Caches
 from llm_datadist._engine.directory import (
@@ -252,24 +253,40 @@ class AddressTable:
         ranges.sort(key=lambda item: item[0])
         self._ranges = ranges
         self._starts = [item[0] for item in ranges]
+        #: The furthest end among a range and all before it: registered caches may overlap.
+        self._reach = list(accumulate((start + record.tensor_bytes for start, _, _, record in ranges), max))
 
     @staticmethod
-    def of(link: Link, deadline_ns: int) -> AddressTable:
-        """Give the table of a link, read anew if a cache has come or gone."""
-        table: AddressTable | None = link.kept.get(AddressTable)
-        if table is None or table.version != link.directory.table_version():
-            table = link.kept[AddressTable] = AddressTable(link, deadline_ns)
-        return table
+    def look_up(link: Link, address: int, nbytes: int, deadline_ns: int) -> tuple[Found, Place, int]:
+        """Give the cache whose tensor holds a range of a peer's addresses, its place, and the bytes to the tensor's end.
 
-    def locate(self, link: Link, address: int, nbytes: int) -> tuple[Found, Place, int]:
-        """Give the cache whose tensor holds a range, its place, and the bytes from there to the tensor's end."""
+        Raises
+        ------
+        LLMException
+            LLM_PARAM_INVALID when no tensor holds it.
+        """
+        kept: AddressTable | None = link.kept.get(AddressTable)
+        if kept is not None and kept.version == link.directory.table_version():
+            found = kept._locate(link, address, nbytes)
+            if found is not None:
+                return found
+        # Perhaps a cache came while the table was read, so it is read once more before anything is refused.
+        table = link.kept[AddressTable] = AddressTable(link, deadline_ns)
+        found = table._locate(link, address, nbytes)
+        if found is not None:
+            return found
+        require_epoch(link)
+        raise ParamInvalid(
+            f"{nbytes} bytes at address {address:#x} do not lie inside one tensor of cluster {link.cluster_id}"
+        )
+
+    def _locate(self, link: Link, address: int, nbytes: int) -> tuple[Found, Place, int] | None:
         at = bisect_right(self._starts, address) - 1
-        if at >= 0:
+        while at >= 0 and self._reach[at] >= address + nbytes:
             start, position, entry, record = self._ranges[at]
             room = start + record.tensor_bytes - address
             if nbytes <= room:
                 place = _place(link, record, position, address - start, nbytes)
                 return Found(Key(CACHE, record.cache_id, 0), entry, record, 0, None), place, room
-        raise ParamInvalid(
-            f"{nbytes} bytes at address {address:#x} do not lie inside one tensor of cluster {link.cluster_id}"
-        )
+            at -= 1
+        return None

@@ -21,6 +21,7 @@ from llm_datadist._engine.control import Gone, TimedOut
 from llm_datadist._engine.directory import Record, Unreadable
 from llm_datadist._engine.links import Link, Links
 from llm_datadist._engine.space import Space
+from llm_datadist._engine.uses import Use
 from llm_datadist._engine.wire import Frame, Kind, Malformed
 from llm_datadist._kernels.hostcopy import Guard
 from llm_datadist._kernels.runs import Bases, Plan, span_runs
@@ -178,8 +179,13 @@ class Staging:
     def _asked(self, link: Link, frame: Frame) -> None:
         # In the service thread, which must not copy.
         if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name="llm_datadist staging", daemon=True)
-            self._worker.start()
+            worker = threading.Thread(target=self._work, name="llm_datadist staging", daemon=True)
+            try:
+                worker.start()
+            except RuntimeError as e:
+                self._links.reply(link, Frame(Kind.STAGED, frame.request, {"failed": "failed", "text": str(e)}))
+                return
+            self._worker = worker
         self._jobs.put((link, frame))
 
     def _ended(self, link: Link) -> None:
@@ -240,10 +246,11 @@ class Staging:
             raise Malformed(f"a STAGE frame has {len(numbers)} numbers, expected three a piece")
         pieces = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
         write = frame.number("write", 1)
-        cache = self._caches.begin_generation(frame.number("cache"), frame.number("generation"))
-        if cache is None:
-            raise BackendError(Failure.STALE, "the cache has been released")
+        use = Use()
         try:
+            cache = self._caches.begin_generation(frame.number("cache"), frame.number("generation"), use)
+            if cache is None:
+                raise BackendError(Failure.STALE, "the cache has been released")
             # Both ends are on one host, so they have one clock.
             if time.monotonic_ns() > frame.number("deadline_ns"):
                 raise BackendError(Failure.TIMED_OUT, "the request came too late")
@@ -257,4 +264,4 @@ class Staging:
             for plan in plans(area, addresses, list(numbers[2::3]), into_area=not write):
                 self._backend.copy(plan, ordered=False)
         finally:
-            self._caches.end(cache)
+            self._caches.end(use)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llm_datadist._engine.caches import Cache, Caches
-from llm_datadist._engine.directory import Key
+from llm_datadist._engine.caches import Cache
+from llm_datadist._engine.directory import F_BLOCKS, Key
+from llm_datadist._engine.layout import check_chunks, check_equal_blocks, check_index, check_room
 from llm_datadist._engine.paths import Found
-from llm_datadist._engine.transfers import Transfers, check_chunks, check_equal_blocks, check_index, check_room
+from llm_datadist._engine.transfers import Transfers
 from llm_datadist._kernels.runs import Indices, Runs, block_runs, chunk_runs, span_runs
 from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
 
@@ -46,16 +47,18 @@ class Source:
             check_chunks(here.stride, self.block_bytes, len(self.destination_blocks))
 
     def nbytes(self, cache: Cache) -> int:
-        """Give the bytes from a destination's start that are written, gaps included."""
+        """Check the source, and give the bytes from a destination's start that are written, gaps included."""
+        self.check(cache)
         size = self.block_bytes or cache.geometry.stride
         return size if self.destination_blocks is None else (self.destination_blocks.maximum + 1) * size
 
-    def runs(self, cache: Cache, at: int, room: int) -> Runs:
-        """Plan the copy into a destination that begins at byte ``at`` of its tensor and has ``room`` bytes."""
+    def runs(self, cache: Cache, room: int) -> Runs:
+        """Plan the copy into a destination that has ``room`` bytes from its start to the end of its tensor."""
         here = cache.geometry
         if self.destination_blocks is None:
-            return span_runs(self.slot * here.stride, at, here.stride)
+            return span_runs(self.slot * here.stride, 0, here.stride)
         size = self.block_bytes or here.stride
+        check_index("destination block", self.destination_blocks.maximum, room // size, "the destination's blocks")
         if self.source_blocks is not None:
             return block_runs(self.source_blocks, self.destination_blocks, here.slots, room // size, size)
         return chunk_runs(self.destination_blocks, room // size, size, self.slot * here.stride, here.stride)
@@ -66,7 +69,6 @@ class AddressTarget:
     """A destination by addresses, one for each tensor of each layer."""
 
     transfers: Transfers
-    caches: Caches
     source: Source
     cluster_id: int
     addresses: tuple[int, ...]
@@ -74,21 +76,16 @@ class AddressTarget:
 
     def transfer(self, layer: int) -> None:
         """Write one layer."""
-        cache = self.caches.begin(self.source.cache_id)
-        try:
-            self.source.check(cache)
-            first = TENSORS_PER_LAYER * layer
-            at = TENSORS_PER_LAYER * (layer - self.layers.start)
-            self.transfers.write_addresses(
-                self.cluster_id,
-                cache,
-                range(first, first + TENSORS_PER_LAYER),
-                self.addresses[at : at + TENSORS_PER_LAYER],
-                self.source.nbytes(cache),
-                lambda room: self.source.runs(cache, 0, room),
-            )
-        finally:
-            self.caches.end(cache)
+        first = TENSORS_PER_LAYER * layer
+        at = TENSORS_PER_LAYER * (layer - self.layers.start)
+        self.transfers.write_addresses(
+            self.cluster_id,
+            self.source.cache_id,
+            range(first, first + TENSORS_PER_LAYER),
+            self.addresses[at : at + TENSORS_PER_LAYER],
+            self.source.nbytes,
+            self.source.runs,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +93,6 @@ class KeyTarget:
     """A destination by blocks key, or by cache id and batch slot."""
 
     transfers: Transfers
-    caches: Caches
     source: Source
     cluster_id: int
     key: Key
@@ -106,32 +102,24 @@ class KeyTarget:
 
     def transfer(self, layer: int) -> None:
         """Write one layer."""
-        cache = self.caches.begin(self.source.cache_id)
-        try:
-            self.source.check(cache)
+        first = TENSORS_PER_LAYER * layer
+        to = self.destination_layers.start + layer - self.layers.start
+        self.transfers.write_layer(
+            self.cluster_id,
+            self.key,
+            self.slot,
+            self.source.cache_id,
+            range(first, first + TENSORS_PER_LAYER),
+            TENSORS_PER_LAYER * to,
+            self.source.check,
+            self._runs,
+            blocks=None,
+        )
 
-            def runs(found: Found) -> Runs:
-                record = found.record
-                check_index("batch_index of cache_key", self.slot, record.slots, "the peer's batch slots")
-                if self.source.destination_blocks is not None:
-                    blocks = record.tensor_bytes // (self.source.block_bytes or cache.geometry.stride)
-                    check_index(
-                        "destination block", self.source.destination_blocks.maximum, blocks, "the peer's blocks"
-                    )
-                else:
-                    check_room(cache.geometry.stride, record.stride)
-                return self.source.runs(cache, self.slot * record.stride, record.tensor_bytes)
-
-            first = TENSORS_PER_LAYER * layer
-            to = self.destination_layers.start + layer - self.layers.start
-            self.transfers.write_layer(
-                self.cluster_id,
-                self.key,
-                cache,
-                range(first, first + TENSORS_PER_LAYER),
-                TENSORS_PER_LAYER * to,
-                runs,
-                blocks=None,
-            )
-        finally:
-            self.caches.end(cache)
+    def _runs(self, cache: Cache, found: Found, room: int) -> Runs:
+        stride = found.record.stride
+        if self.source.destination_blocks is None:
+            check_room(cache.geometry.stride, stride)
+        elif found.record.flags & F_BLOCKS:
+            check_equal_blocks(self.source.block_bytes or cache.geometry.stride, stride)
+        return self.source.runs(cache, room)

@@ -13,10 +13,21 @@ from collections.abc import Callable, Sequence
 from llm_datadist._engine import codes, paths
 from llm_datadist._engine.caches import Cache, Caches
 from llm_datadist._engine.directory import BLOCKS, PREFIX, Key, Record, Unreadable
-from llm_datadist._engine.layout import Layers, check_span, pair_tensors, select
+from llm_datadist._engine.layout import (
+    Layers,
+    check_chunks,
+    check_equal_blocks,
+    check_index,
+    check_room,
+    check_span,
+    pair_tensors,
+    select,
+    select_tensors,
+)
 from llm_datadist._engine.links import Link, Links
 from llm_datadist._engine.paths import STAGED, AddressTable, Found, Path, Rules
 from llm_datadist._engine.staging import Staging
+from llm_datadist._engine.uses import Use, with_use
 from llm_datadist._kernels.hostcopy import Guard
 from llm_datadist._kernels.runs import Bases, Indices, Plan, Runs, block_runs, chunk_runs, span_runs
 from llm_datadist.backend import BackendError, Failure
@@ -40,28 +51,36 @@ class Transfers:
 
     # ------------------------------------------------------------------ pulls
 
+    @with_use
     def pull_blocks(
-        self, cluster_id: int, key: Key, cache_id: int, source: Indices, destination: Indices, layers: Layers
+        self,
+        use: Use,
+        cluster_id: int,
+        key: Key,
+        cache_id: int,
+        source: Indices,
+        destination: Indices,
+        layers: Layers,
     ) -> None:
         """Pull blocks of a peer's blocks cache into blocks (or slots) of a local cache."""
-        cache = self._caches.begin(cache_id)
-        try:
-            here = cache.geometry
-            self._check_local(cache, layers)
+        cache = self._caches.begin(cache_id, use)
+        here = cache.geometry
+        self._check_local(cache, layers)
+        if destination.maximum >= here.slots:
             check_index("destination block", destination.maximum, here.slots, f"the blocks of cache {cache.id}")
 
-            def runs(found: Found) -> Runs:
-                record = found.record
-                check_equal_blocks(record.stride, here.stride)
-                check_index("source block", source.maximum, record.slots, "the blocks of the source cache")
-                return block_runs(source, destination, record.slots, here.slots, here.stride)
+        def runs(found: Found) -> Runs:
+            record = found.record
+            check_equal_blocks(record.stride, here.stride)
+            check_index("source block", source.maximum, record.slots, "the blocks of the source cache")
+            return block_runs(source, destination, record.slots, here.slots, here.stride)
 
-            self._pull(cluster_id, key, 0, cache, layers, runs, spend=False, blocks=True)
-        finally:
-            self._caches.end(cache)
+        self._pull(use, cluster_id, key, 0, cache, layers, runs, spend=False, blocks=True)
 
+    @with_use
     def pull_slot(
         self,
+        use: Use,
         cluster_id: int,
         key: Key,
         slot: int,
@@ -74,44 +93,39 @@ class Transfers:
     ) -> None:
         """Pull one batch slot, or a part of it. ``slot`` counts only when the key is a cache id."""
         so, do = source_offset or 0, destination_offset or 0
-        cache = self._caches.begin(cache_id)
-        try:
-            here = cache.geometry
-            check_index("batch_index", batch_index, here.slots, f"the batch slots of cache {cache.id}")
-            nbytes = size if size > 0 else here.stride - do
-            if nbytes <= 0:
-                raise ParamInvalid(f"dst_cache_offset is {do}, allowed are 0 to {here.stride - 1}")
-            check_span("destination", "dst_cache_offset", do, nbytes, here.stride)
-            self._check_local(cache, layers)
+        cache = self._caches.begin(cache_id, use)
+        here = cache.geometry
+        check_index("batch_index", batch_index, here.slots, f"the batch slots of cache {cache.id}")
+        nbytes = size if size > 0 else here.stride - do
+        if nbytes <= 0:
+            raise ParamInvalid(f"dst_cache_offset is {do}, allowed are 0 to {here.stride - 1}")
+        check_span("destination", "dst_cache_offset", do, nbytes, here.stride)
+        self._check_local(cache, layers)
 
-            def runs(found: Found) -> Runs:
-                stride = found.record.stride
-                check_span("source", "src_cache_offset", so, nbytes, stride)
-                return span_runs(found.slot * stride + so, batch_index * here.stride + do, nbytes)
+        def runs(found: Found) -> Runs:
+            stride = found.record.stride
+            check_span("source", "src_cache_offset", so, nbytes, stride)
+            return span_runs(found.slot * stride + so, batch_index * here.stride + do, nbytes)
 
-            with_offset = source_offset is not None or destination_offset is not None
-            self._pull(cluster_id, key, slot, cache, layers, runs, spend=not with_offset, blocks=False)
-        finally:
-            self._caches.end(cache)
+        with_offset = source_offset is not None or destination_offset is not None
+        self._pull(use, cluster_id, key, slot, cache, layers, runs, spend=not with_offset, blocks=False)
 
+    @with_use
     def pull_slot_into_blocks(
-        self, cluster_id: int, key: Key, slot: int, cache_id: int, destination: Indices, layers: Layers
+        self, use: Use, cluster_id: int, key: Key, slot: int, cache_id: int, destination: Indices, layers: Layers
     ) -> None:
         """Pull one batch slot, cut into chunks of a block, into blocks of a local cache."""
-        cache = self._caches.begin(cache_id)
-        try:
-            here = cache.geometry
-            self._check_local(cache, layers)
-            check_index("destination block", destination.maximum, here.slots, f"the blocks of cache {cache.id}")
+        cache = self._caches.begin(cache_id, use)
+        here = cache.geometry
+        self._check_local(cache, layers)
+        check_index("destination block", destination.maximum, here.slots, f"the blocks of cache {cache.id}")
 
-            def runs(found: Found) -> Runs:
-                stride = found.record.stride
-                check_chunks(stride, here.stride, len(destination))
-                return chunk_runs(destination, here.slots, here.stride, found.slot * stride, stride)
+        def runs(found: Found) -> Runs:
+            stride = found.record.stride
+            check_chunks(stride, here.stride, len(destination))
+            return chunk_runs(destination, here.slots, here.stride, found.slot * stride, stride)
 
-            self._pull(cluster_id, key, slot, cache, layers, runs, spend=True, blocks=False, same_form=False)
-        finally:
-            self._caches.end(cache)
+        self._pull(use, cluster_id, key, slot, cache, layers, runs, spend=True, blocks=False, same_form=False)
 
     @staticmethod
     def _check_local(cache: Cache, layers: Layers) -> None:
@@ -125,6 +139,7 @@ class Transfers:
 
     def _pull(
         self,
+        use: Use,
         cluster_id: int,
         key: Key,
         slot: int,
@@ -137,34 +152,34 @@ class Transfers:
         same_form: bool = True,
     ) -> None:
         link = self.links.to(cluster_id)
-        deadline_ns = time.monotonic_ns() + self._timeout_ms * 1_000_000
-        with _Turn(self, link, deadline_ns, key, slot):
-            token = (key, cache.id, layers)
-            while True:
-                path: Path | None = link.kept.get(token)
-                if path is None:
-                    found = paths.find(link, key, slot, deadline_ns)
-                    if self._rules.cache_manager:
-                        paths.check_form(found, blocks=blocks)
-                    path = paths.pull_path(link, found, cache, layers, self._rules, same_form=same_form)
-                    if key.kind in (BLOCKS, PREFIX):
-                        self._keep(link, token, path)
-                plan = Plan(path.bases, runs(path.found))
-                try:
-                    if path.route == STAGED:
-                        self._staging.read(link, path.found.record, plan, path.guard, deadline_ns)
-                    else:
-                        link.endpoint.read(plan, path.guard, deadline_ns, path.route)
-                    break
-                except BackendError as e:
-                    link.kept.pop(token, None)
-                    self._look_again(link, e, deadline_ns)
-            found = path.found
-            if spend and found.spends is not None and not self._rules.remote_accessible:
-                if len(path.source_tensors) == found.record.num_tensors:
-                    link.board.spend(found.spends)
+        use.what = lambda: paths.describe(key, slot)
+        deadline_ns = self.links.take(link, use, self._timeout_ms)
+        token = (key, cache.id, layers)
+        while True:
+            path: Path | None = link.kept.get(token)
+            if path is None:
+                found = paths.find(link, key, slot, deadline_ns)
+                if self._rules.cache_manager:
+                    paths.check_form(found, blocks=blocks)
+                path = paths.pull_path(link, found, cache, layers, self._rules, same_form=same_form)
+                if key.kind in (BLOCKS, PREFIX):
+                    self._keep(link, token, path)
+            plan = Plan(path.bases, runs(path.found))
+            try:
+                if path.route == STAGED:
+                    self._staging.read(link, path.found.record, plan, path.guard, deadline_ns)
                 else:
-                    link.board.spend_tensors(found.spends, path.source_tensors, found.record.num_tensors)
+                    link.endpoint.read(plan, path.guard, deadline_ns, path.route)
+                break
+            except BackendError as e:
+                link.kept.pop(token, None)
+                self._look_again(link, e, deadline_ns)
+        found = path.found
+        if spend and found.spends is not None and not self._rules.remote_accessible:
+            if len(path.source_tensors) == found.record.num_tensors:
+                link.board.spend(found.spends)
+            else:
+                link.board.spend_tensors(found.spends, path.source_tensors, found.record.num_tensors)
 
     @staticmethod
     def _keep(link: Link, token: object, path: Path) -> None:
@@ -185,23 +200,18 @@ class Transfers:
         n: int,
     ) -> None:
         """Push one batch slot, layer after layer. ``layers`` are (source, destination) pairs of ``n`` tensors each."""
-        cache = self._caches.begin(cache_id)
-        try:
+
+        def check(cache: Cache) -> None:
+            check_index("src_batch_index", batch_index, cache.geometry.slots, f"the batch slots of cache {cache.id}")
+
+        def runs(cache: Cache, found: Found, room: int) -> Runs:
             here = cache.geometry
-            check_index("src_batch_index", batch_index, here.slots, f"the batch slots of cache {cache.id}")
+            check_room(here.stride, found.record.stride)
+            return span_runs(batch_index * here.stride, 0, here.stride)
 
-            def runs(found: Found) -> Runs:
-                stride = found.record.stride
-                check_index("batch_index of dst_cache_key", slot, found.record.slots, "the peer's batch slots")
-                check_room(here.stride, stride)
-                return span_runs(batch_index * here.stride, slot * stride, here.stride)
-
-            for source, destination in layers:
-                self.write_layer(
-                    cluster_id, key, cache, range(source * n, source * n + n), destination * n, runs, blocks=False
-                )
-        finally:
-            self._caches.end(cache)
+        for source, destination in layers:
+            tensors = range(source * n, source * n + n)
+            self.write_layer(cluster_id, key, slot, cache_id, tensors, destination * n, check, runs, blocks=False)
 
     def push_blocks(
         self,
@@ -214,91 +224,106 @@ class Transfers:
         n: int,
     ) -> None:
         """Push blocks, layer after layer."""
-        cache = self._caches.begin(cache_id)
-        try:
-            here = cache.geometry
-            check_index("source block", source.maximum, here.slots, f"the blocks of cache {cache.id}")
 
-            def runs(found: Found) -> Runs:
-                record = found.record
-                check_equal_blocks(here.stride, record.stride)
-                check_index("destination block", destination.maximum, record.slots, "the peer's blocks")
-                return block_runs(source, destination, here.slots, record.slots, here.stride)
+        def check(cache: Cache) -> None:
+            check_index("source block", source.maximum, cache.geometry.slots, f"the blocks of cache {cache.id}")
 
-            for from_, to in layers:
-                self.write_layer(cluster_id, key, cache, range(from_ * n, from_ * n + n), to * n, runs, blocks=True)
-        finally:
-            self._caches.end(cache)
+        def runs(cache: Cache, found: Found, room: int) -> Runs:
+            here, record = cache.geometry, found.record
+            check_equal_blocks(here.stride, record.stride)
+            check_index("destination block", destination.maximum, record.slots, "the peer's blocks")
+            return block_runs(source, destination, here.slots, record.slots, here.stride)
 
+        for from_, to in layers:
+            tensors = range(from_ * n, from_ * n + n)
+            self.write_layer(cluster_id, key, 0, cache_id, tensors, to * n, check, runs, blocks=True)
+
+    @with_use
     def write_layer(
         self,
+        use: Use,
         cluster_id: int,
         key: Key,
-        cache: Cache,
+        slot: int,
+        cache_id: int,
         source: range,
         first_destination: int,
-        runs: Callable[[Found], Runs],
+        check: Callable[[Cache], None],
+        runs: Callable[[Cache, Found, int], Runs],
         *,
         blocks: bool | None,
     ) -> None:
         """Write some tensors of a local cache into consecutive tensors of the cache that a key names.
 
-        ``blocks`` says whether that must be a blocks cache; None takes either.
+        ``blocks`` says whether that must be a blocks cache; None takes either. ``check`` looks at the local cache
+        before the link is looked for. ``runs`` plans from the start of the batch slot on, and is given the bytes from
+        there to the end of the tensor.
         """
+        cache = self._caches.begin(cache_id, use)
+        select_tensors("source", source, cache.geometry.num_tensors)
+        check(cache)
         link = self.links.to(cluster_id)
-        deadline_ns = time.monotonic_ns() + self._timeout_ms * 1_000_000
-        with _Turn(self, link, deadline_ns, key, 0):
-            select_tensors("source", source, cache.geometry.num_tensors)
-            while True:
-                found = paths.find(link, key, 0, deadline_ns)
-                if blocks is not None:
-                    paths.check_form(found, blocks=blocks)
-                paths.check_access(self._rules, cache, found.record, pull=False, same_form=True)
-                destination = range(first_destination, first_destination + len(source))
-                select_tensors("destination", destination, found.record.num_tensors)
-                pair_tensors(source, destination)
-                remote, route = paths.remote_bases(link, found.record, destination)
-                local = [addresses[i] for addresses in cache.addresses for i in source]
-                plan = Plan(Bases(local, remote), runs(found))
-                try:
-                    self._write(link, found.record, plan, found.guard(link), deadline_ns, route)
-                    return
-                except BackendError as e:
-                    self._look_again(link, e, deadline_ns)
+        use.what = lambda: paths.describe(key, slot)
+        deadline_ns = self.links.take(link, use, self._timeout_ms)
+        while True:
+            found = paths.find(link, key, 0, deadline_ns)
+            record = found.record
+            if blocks is not None:
+                paths.check_form(found, blocks=blocks)
+            check_index("batch_index of the key", slot, record.slots, "the batch slots of the peer's cache")
+            paths.check_access(self._rules, cache, record, pull=False, same_form=True)
+            destination = range(first_destination, first_destination + len(source))
+            select_tensors("destination", destination, record.num_tensors)
+            remote, route = paths.remote_bases(link, record, destination)
+            local = [addresses[i] for addresses in cache.addresses for i in source]
+            at = slot * record.stride
+            plan = Plan(Bases(local, [base + at for base in remote]), runs(cache, found, record.tensor_bytes - at))
+            try:
+                self._write(use, link, record, plan, found.guard(link), deadline_ns, route)
+                return
+            except BackendError as e:
+                self._look_again(link, e, deadline_ns)
 
+    @with_use
     def write_addresses(
         self,
+        use: Use,
         cluster_id: int,
-        cache: Cache,
+        cache_id: int,
         source: range,
         addresses: Sequence[int],
-        nbytes: int,
-        runs: Callable[[int], Runs],
+        nbytes: Callable[[Cache], int],
+        runs: Callable[[Cache, int], Runs],
     ) -> None:
-        """Write tensors of a local cache to addresses of a peer, ``nbytes`` at least from each.
+        """Write tensors of a local cache to addresses of a peer.
 
-        ``runs`` is given the bytes from the address to the end of the tensor that it lies in.
+        ``nbytes`` checks the cache and says how many bytes from each address on are written at most. ``runs`` is given
+        the bytes from the address to the end of the tensor that it lies in.
         """
+        cache = self._caches.begin(cache_id, use)
+        span = nbytes(cache)
         link = self.links.to(cluster_id, accepted=not self._rules.cache_manager)
-        deadline_ns = time.monotonic_ns() + self._timeout_ms * 1_000_000
-        with _Turn(self, link, deadline_ns, None, addresses[0]):
-            for i, address in zip(source, addresses, strict=True):
-                while True:
-                    table = AddressTable.of(link, deadline_ns)
-                    try:
-                        found, place, room = table.locate(link, address, nbytes)
-                    except ParamInvalid:
-                        paths.require_epoch(link)
-                        raise
-                    plan = Plan(Bases([cache.addresses[0][i]], [place.base]), runs(room))
-                    try:
-                        self._write(link, found.record, plan, found.guard(link), deadline_ns, place.route)
-                        break
-                    except BackendError as e:
-                        link.kept.pop(AddressTable, None)
-                        self._look_again(link, e, deadline_ns)
+        use.what = lambda: f"address {addresses[0]:#x}"
+        deadline_ns = self.links.take(link, use, self._timeout_ms)
+        while True:
+            located = [AddressTable.look_up(link, address, span, deadline_ns) for address in addresses]
+            # All are planned before the first is written, since planning checks too.
+            plans = [
+                Plan(Bases([cache.addresses[0][i]], [place.base]), runs(cache, room))
+                for i, (_, place, room) in zip(source, located, strict=True)
+            ]
+            try:
+                for plan, (found, place, _) in zip(plans, located, strict=True):
+                    self._write(use, link, found.record, plan, found.guard(link), deadline_ns, place.route)
+                return
+            except BackendError as e:
+                link.kept.pop(AddressTable, None)
+                self._look_again(link, e, deadline_ns)
 
-    def _write(self, link: Link, record: Record, plan: Plan, guard: Guard, deadline_ns: int, route: int) -> None:
+    def _write(
+        self, use: Use, link: Link, record: Record, plan: Plan, guard: Guard, deadline_ns: int, route: int
+    ) -> None:
+        use.pin = link.board, link.peer_slot
         link.board.pin(link.peer_slot, record.generation)
         try:
             if route == STAGED:
@@ -318,8 +343,21 @@ class Transfers:
         if time.monotonic_ns() > deadline_ns:
             raise BackendError(Failure.TIMED_OUT, "the peer's cache kept changing") from error
 
-    def failed(self, link: Link, error: BackendError | Unreadable, what: str) -> LLMException:
+    def give_back(self, use: Use) -> None:
+        """Give back what a transfer has."""
+        if use.pin is not None:
+            board, slot = use.pin
+            board.unpin(slot)
+        self.links.give_back(use)
+        self._caches.end(use)
+
+    def translated(self, use: Use, error: Exception) -> Exception:
         """Turn a failure on a link into what the user gets, and break the link where it must be."""
+        if use.link is None or not isinstance(error, (BackendError, Unreadable)):
+            return error
+        return self._failed(use.link, error, use.what())
+
+    def _failed(self, link: Link, error: BackendError | Unreadable, what: str) -> LLMException:
         if isinstance(error, Unreadable):
             link.break_(str(error))
             return self.links.not_linked(link.cluster_id, link)
@@ -342,65 +380,3 @@ class Transfers:
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
         return codes.exception_of(error, self._rules.cache_manager)
-
-
-class _Turn:
-    """The time in which one transfer has a link to itself. Failures leave it as what the user gets.
-
-    A class and not a generator, which would cost more than the rest of a small pull's bookkeeping.
-    """
-
-    __slots__ = ("_deadline_ns", "_key", "_link", "_slot", "_transfers")
-
-    def __init__(self, transfers: Transfers, link: Link, deadline_ns: int, key: Key | None, slot: int) -> None:
-        self._transfers, self._link, self._deadline_ns = transfers, link, deadline_ns
-        # What is transferred, for the text: a key and a slot of it, or an address.
-        self._key, self._slot = key, slot
-
-    def __enter__(self) -> None:
-        self._transfers.links.acquire(self._link, self._deadline_ns)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if isinstance(error, (BackendError, Unreadable)):
-                what = f"address {self._slot:#x}" if self._key is None else paths.describe(self._key, self._slot)
-                raise self._transfers.failed(self._link, error, what) from error
-        finally:
-            self._transfers.links.release(self._link)
-
-
-# ---------------------------------------------------------------------- checks that both directions share
-
-
-def check_index(name: str, index: int, count: int, of: str) -> None:
-    """Check an index against a count."""
-    if index >= count:
-        raise ParamInvalid(f"{name} {index} is not below {count}, allowed are 0 to {count - 1}, {of}")
-
-
-def check_equal_blocks(source: int, destination: int) -> None:
-    """Check that blocks have one size on both sides."""
-    if source != destination:
-        raise ParamInvalid(f"a source block has {source} bytes, a destination block {destination}; they must be equal")
-
-
-def check_chunks(slot_bytes: int, block_bytes: int, count: int) -> None:
-    """Check that so many chunks of a block can be cut from a slot."""
-    most = -(-slot_bytes // block_bytes)
-    if block_bytes > slot_bytes or count > most:
-        raise ParamInvalid(
-            f"{count} chunks of {block_bytes} bytes are wanted from a slot of {slot_bytes} bytes, allowed are "
-            f"{most if block_bytes <= slot_bytes else 0}"
-        )
-
-
-def check_room(nbytes: int, stride: int) -> None:
-    """Check that a slot fits into another."""
-    if nbytes > stride:
-        raise ParamInvalid(f"a source slot has {nbytes} bytes, the destination slot only {stride}")
-
-
-def select_tensors(side: str, tensors: range, total: int) -> None:
-    """Check tensor indices against a cache's total."""
-    if tensors.stop > total:
-        raise ParamInvalid(f"the {side} layer needs tensors up to {tensors.stop - 1}, that cache has {total}")

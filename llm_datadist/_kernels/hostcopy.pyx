@@ -146,6 +146,11 @@ cdef int run(dd_copy *state, dd_worker *work, Guard guard, Liveness liveness) ex
             ended = dd_slice(state, work, SLICE_NS)
         if not ended:
             PyErr_CheckSignals()
+            # A long copy of what is no longer there would only keep its caller waiting.
+            if liveness is not None and not liveness.poll():
+                return PEER_GONE
+            if guard is not None and not guard.holds():
+                return TORN
 
     # The reader's half of a sequence lock. The owner changes the guard words before it reuses the memory, so
     # bytes of the new use can be in the copy only if a guard word read *after* the copy has changed. That needs the

@@ -223,7 +223,7 @@ def find(size_t epoch, size_t capacity_word, size_t index, uint64_t largest, siz
     -------
     tuple, None or False
         ``(entry, generation, record, slot, tags, memory generation)``; None if the key is not there;
-        False if the index was being rebuilt or is not sane: look again.
+        False if the index or the entry was being written, or is not sane: look again.
     """
     cdef const uint64_t *words = <const uint64_t *>index
     cdef const uint64_t *e
@@ -231,7 +231,7 @@ def find(size_t epoch, size_t capacity_word, size_t index, uint64_t largest, siz
     cdef uint64_t capacity = dd_load_relaxed(<const uint64_t *>capacity_word)
     cdef uint64_t h = hash3(kind, ident, model), high = h >> 32, i, probe, word, number
     cdef uint64_t generation, record, slot, tags, memory
-    cdef bint same
+    cdef bint same, unsettled = False
     if before & 1 or capacity == 0 or capacity > largest or capacity & (capacity - 1):
         return False
     i = h & (capacity - 1)
@@ -253,9 +253,11 @@ def find(size_t epoch, size_t capacity_word, size_t index, uint64_t largest, siz
                 dd_acquire_fence()
                 if same and not generation & 1 and dd_load_relaxed(e) == generation:
                     return number, generation, record, slot, tags, memory
+                # Found, but not whole: it is being written anew, so this is no proof that the key is absent.
+                unsettled = unsettled or same
         i = (i + 1) & (capacity - 1)
     dd_acquire_fence()
-    if dd_load_relaxed(<const uint64_t *>epoch) != before:
+    if unsettled or dd_load_relaxed(<const uint64_t *>epoch) != before:
         return False
     return None
 

@@ -103,7 +103,7 @@ def test_caches_are_made_by_managers(cls):
 def test_collected_kv_cache_is_reported_once():
     """S-25."""
     reported = []
-    cache = KvCache._made(7, DEVICE, [[1, 2]], reported.append)
+    cache = KvCache._made(7, DEVICE, [[1, 2]], DEVICE._measured(), reported.append)
     assert (cache.cache_id, cache.per_device_tensor_addrs) == (7, [[1, 2]])
     del cache
     gc.collect()
@@ -112,7 +112,7 @@ def test_collected_kv_cache_is_reported_once():
 
 def test_deallocated_kv_cache_is_not_reported():
     reported = []
-    cache = KvCache._made(7, DEVICE, [[1, 2]], reported.append)
+    cache = KvCache._made(7, DEVICE, [[1, 2]], DEVICE._measured(), reported.append)
     cache._clear()
     assert cache.per_device_tensor_addrs == []
     assert str(cache) == "KvCache(cache_id = 7, num_devices = 0)"
@@ -122,7 +122,7 @@ def test_deallocated_kv_cache_is_not_reported():
 
 
 def test_cache_clears():
-    cache = Cache._made(7, DEVICE, [1, 2], False)
+    cache = Cache._made(7, DEVICE, [1, 2], False, DEVICE._measured())
     assert (cache.cache_id, cache.cache_desc, cache.tensor_addrs, cache.is_blocks_cache) == (7, DEVICE, [1, 2], False)
     cache._clear()
     assert cache.tensor_addrs == []

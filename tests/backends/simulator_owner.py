@@ -46,7 +46,7 @@ def main() -> None:
                 ctypes.create_string_buffer((bytes(range(251)) * (int(numbers[0]) // 251 + 1))[: int(numbers[0])])
             )
             answer = ctypes.addressof(held[-1])
-            backend.register(0, answer, int(numbers[0]), MemoryKind.HOST)
+            backend.register(0, [answer], int(numbers[0]), MemoryKind.HOST)
         elif command == "byte":  # address
             answer = ctypes.c_uint8.from_address(int(numbers[0])).value
         elif command == "close":

@@ -220,12 +220,12 @@ def test_s203_unmapped_memory_is_accepted_with_one_warning(make_backend: MakeBac
     backend = make_backend()
     for address, nbytes in ((1, 100), (hole, 8), (hole - 8, 16), (hole + PAGE - 1, 2), (2**64 - 100, 100)):
         with pytest.warns(RuntimeWarning, match=f"{nbytes} bytes at {address:#x}") as caught:
-            region = backend.register(0, address, nbytes, MemoryKind.DEVICE)
+            [region] = backend.register(0, [address], nbytes, MemoryKind.DEVICE)
         assert len(caught) == 1
         assert (region.id, region.address) == (REGISTERED, 0)
-        backend.unregister(region, address, nbytes)
-    backend.register(0, hole - PAGE, PAGE, MemoryKind.DEVICE)
-    backend.register(0, hole + PAGE, PAGE, MemoryKind.DEVICE)
+        backend.unregister([(region, address)], nbytes)
+    backend.register(0, [hole - PAGE], PAGE, MemoryKind.DEVICE)
+    backend.register(0, [hole + PAGE], PAGE, MemoryKind.DEVICE)
     assert backend.hold(region) is None
 
 
@@ -235,14 +235,14 @@ def test_neighbours_in_the_list_of_mappings_are_joined(make_backend: MakeBackend
         libc = ctypes.CDLL(None)
         libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         assert libc.mprotect(address + PAGE, PAGE, mmap.PROT_READ) == 0  # three lines now
-        make_backend().register(0, address + 1, 4 * PAGE - 2, MemoryKind.HOST)
+        make_backend().register(0, [address + 1], 4 * PAGE - 2, MemoryKind.HOST)
         gc.collect()
 
 
 def test_registering_costs_one_look(make_backend: MakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = count_looks(monkeypatch)
     backend = make_backend()
-    backend.register(0, PATTERN.ctypes.data, PATTERN.nbytes, MemoryKind.HOST)
+    backend.register(0, [PATTERN.ctypes.data], PATTERN.nbytes, MemoryKind.HOST)
     assert len(looks) == 1
 
 
@@ -253,7 +253,7 @@ def test_wild_local_memory_fails_and_never_crashes(
     backend = endpoint._backend
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        region = backend.register(0, hole, PAGE, MemoryKind.HOST)
+        [region] = backend.register(0, [hole], PAGE, MemoryKind.HOST)
     there = endpoint.locate(0, 0, 64).base
     for address in (hole, hole - 8, hole + PAGE - 8):
         bad = max(address, hole)
@@ -266,7 +266,7 @@ def test_wild_local_memory_fails_and_never_crashes(
     good = np.zeros(64, np.uint8)
     endpoint.read(one(there + 251, good.ctypes.data, 64), None, in_ns(SECONDS), MAPPED)
     assert (good == PATTERN[:64]).all()
-    backend.unregister(region, hole, PAGE)
+    backend.unregister([(region, hole)], PAGE)
     assert not backend.user_memory.wild(one(hole, hole, 1), written=write)
 
 
@@ -274,13 +274,13 @@ def test_each_registration_of_a_wild_range_counts(make_backend: MakeBackend) -> 
     memory = make_backend().user_memory
     for _ in range(2):
         with pytest.warns(RuntimeWarning, match="0x1 "):
-            memory.register(1, 10)
+            memory.register([1], 10)
     plan = one(0, 5, 1)
-    memory.unregister(1, 10)
+    memory.unregister([1], 10)
     assert memory.wild(plan, written=True)
     assert not memory.wild(plan, written=False)
-    memory.unregister(1, 10)
-    memory.unregister(1, 10)
+    memory.unregister([1], 10)
+    memory.unregister([1], 10)
     assert not memory.wild(plan, written=True)
 
 
@@ -291,13 +291,13 @@ def test_read_only_memory_is_registered_silently_and_read(endpoint: SimulatorEnd
         page[:] = b"\x05" * PAGE
         address = ctypes.addressof(ctypes.c_char.from_buffer(page))
         assert libc.mprotect(address, PAGE, mmap.PROT_READ) == 0
-        region = backend.register(0, address, PAGE, MemoryKind.HOST)
+        [region] = backend.register(0, [address], PAGE, MemoryKind.HOST)
         there = endpoint.locate(0, 12 * MIB, PAGE).base
         endpoint.write(one(address, there, PAGE), None, in_ns(SECONDS), MAPPED)
         assert owner.ask(f"peek {12 * MIB + PAGE - 1}") == 5
         plan = one(there, address, PAGE)
         raises(Failure.INVALID, f"writing {address:#x}", endpoint.read, plan, None, in_ns(SECONDS), MAPPED)
-        backend.unregister(region, address, PAGE)
+        backend.unregister([(region, address)], PAGE)
         gc.collect()
 
 
@@ -353,21 +353,34 @@ def test_s211_local_copy_of_an_address_without_memory_fails(
             raises(Failure.INVALID, f"{what} {bad:#x} of this process", backend.copy, plan, ordered=ordered)
 
 
-def test_known_memory_is_looked_up_once(pool: tuple[SimulatorBackend, Region], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_memory_that_is_registered_needs_no_look(
+    pool: tuple[SimulatorBackend, Region], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody says when other memory goes, so it is looked for at each copy."""
     backend, region = pool
+    here = np.zeros(1000, np.uint8)
+    [registered] = backend.register(0, [here.ctypes.data], 1000, MemoryKind.HOST)
     looks = count_looks(monkeypatch)
     monkeypatch.setattr(process, "transfer", None)
-    here = np.zeros(1000, np.uint8)
     backend.copy(one(region.address, region.address + 5000, 1000), ordered=False)
-    assert len(looks) == 0
-    for _ in range(3):
-        backend.copy(one(region.address, here.ctypes.data, 1000), ordered=False)
-    assert len(looks) == 1
     backend.copy(one(region.address, here.ctypes.data + 100, 900), ordered=False)
-    assert len(looks) == 1
-    backend.unregister(Region(REGISTERED, 0, MemoryKind.HOST, 0, 1), here.ctypes.data, 1000)
-    backend.copy(one(region.address, here.ctypes.data, 1000), ordered=False)
+    assert len(looks) == 0
+    backend.unregister([(registered, here.ctypes.data)], 1000)
+    for _ in range(2):
+        backend.copy(one(region.address, here.ctypes.data, 1000), ordered=False)
     assert len(looks) == 2
+
+
+def test_memory_that_went_after_a_copy_is_an_error(pool: tuple[SimulatorBackend, Region]) -> None:
+    """What was memory once is not believed to be for ever."""
+    backend, region = pool
+    with mmap.mmap(-1, PAGE) as gone:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(gone))
+        backend.copy(one(region.address, address, PAGE), ordered=False)
+        gc.collect()
+    with pytest.raises(BackendError) as caught:
+        backend.copy(one(region.address, address, PAGE), ordered=False)
+    assert caught.value.kind is Failure.INVALID
 
 
 def test_a_copy_of_nothing_looks_at_no_address(pool: tuple[SimulatorBackend, Region]) -> None:

@@ -8,7 +8,17 @@ import pytest
 from ends import End, desc
 from refusals import PARAM_INVALID, refuses
 
-from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, DataType, LLMStatusCode, MemInfo, Memtype, Placement
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    DataType,
+    LLMStatusCode,
+    MemInfo,
+    Memtype,
+    Placement,
+)
 
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 DEVICE, HOST = Placement.DEVICE, Placement.HOST
@@ -124,7 +134,7 @@ def test_s60_a_slot_cut_into_blocks_releases_its_key(cm: tuple[End, End]) -> Non
 
 
 def test_s39_s58_forms(cm: tuple[End, End]) -> None:
-    """S-39, S-58, E-205, E-235, E-258: a paged cache is no source or destination of slots, nor a plain one of blocks."""
+    """S-39, S-58, E-205, E-235, E-258: paged caches take no part in pulls of slots, nor plain ones in blocks."""
     there, here = cm
     of = desc(2, 2, 64)
     paged = there.allocate(of, BLOCKS, salt=0, blocks=True)
@@ -326,9 +336,15 @@ def test_s117_remap(remote_cm: tuple[End, End]) -> None:
     """S-117, E-185, E-186: without a link NOT_YET_LINK, with one a no-op that touches nothing."""
     there, here = remote_cm
     good = MemInfo(Memtype.MEM_TYPE_DEVICE, 1234, 1)
-    for bad in (None, 1, [], [1], [good, None], MemInfo(Memtype.MEM_TYPE_HOST, 1234, 1), *(
-        MemInfo(Memtype.MEM_TYPE_DEVICE, address, size) for address, size in ((0, 1), (-1, 1), (1, 0), (1, -1))
-    )):
+    for bad in (
+        None,
+        1,
+        [],
+        [1],
+        [good, None],
+        MemInfo(Memtype.MEM_TYPE_HOST, 1234, 1),
+        *(MemInfo(Memtype.MEM_TYPE_DEVICE, address, size) for address, size in ((0, 1), (-1, 1), (1, 0), (1, -1))),
+    ):
         with refuses(PARAM_INVALID):
             here.manager.remap_registered_memory(bad)
     with refuses(LLMStatusCode.LLM_NOT_YET_LINK):

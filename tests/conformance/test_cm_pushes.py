@@ -68,9 +68,7 @@ def test_s100_a_slot_goes_to_a_slot(scene: Scene) -> None:
     scene.push()
     there.check(scene.to, TO, {t: [(96, here.expected(OF, t)[32:])] for t in range(4)})
     scene.push(dst_cache_key=CacheKeyByIdAndIndex(1, there.id(scene.to), 0), src_batch_index=0)
-    there.check(
-        scene.to, TO, {t: [(0, here.expected(OF, t)[:32]), (96, here.expected(OF, t)[32:])] for t in range(4)}
-    )
+    there.check(scene.to, TO, {t: [(0, here.expected(OF, t)[:32]), (96, here.expected(OF, t)[32:])] for t in range(4)})
 
 
 def test_s100_blocks_go_to_blocks(scene: Scene) -> None:
@@ -221,7 +219,7 @@ SHARED = [
         row("E-209", PARAM_INVALID, "src_batch_index", "0 to 1", src_batch_index=2),
         row("E-349", NOT_EXIST, "cache 7", dst_cache_key=CacheKeyByIdAndIndex(1, 7, 0)),
         row("E-349", NOT_EXIST, "cache", dst_cache_key=CacheKeyByIdAndIndex(1, -1, 0)),
-        row("E-332", PARAM_INVALID, "batch_index", "0 to 2", dst_cache_key=CacheKeyByIdAndIndex(1, 1, 3)),
+        row("E-332", PARAM_INVALID, "batch_index of the key", "0 to 2", dst_cache_key=CacheKeyByIdAndIndex(1, 1, 3)),
         row("E-342", PARAM_INVALID, "blocks cache", dst_cache_key=CacheKeyByIdAndIndex(1, 2, 0)),
         row("E-350", NOT_YET_LINK, "cluster 9", dst_cache_key=CacheKeyByIdAndIndex(9, 1, 0)),
         *SHARED,

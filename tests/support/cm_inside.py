@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 import memory
 import users
 
-from llm_datadist import BlocksCacheKey, CacheDesc
+from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey
 
 KEY = BlocksCacheKey(1)
 OWN = 0x5A5A5A5A5A5A5A5A
@@ -46,3 +47,29 @@ def reuse_under_pushes(manager: Any, desc: CacheDesc, registered: bool, rounds: 
         if not registered:
             manager.deallocate_cache(other)
     return violations, reused
+
+
+def register_wild(manager: Any, desc: CacheDesc, addresses: list[int], keys: list[Any]) -> Any:
+    """Register memory that is not there, of which the warning is expected."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cache = manager.register_cache(desc, addresses, keys)
+    assert [warning.category for warning in caught] == [RuntimeWarning] * desc.num_tensors
+    return cache
+
+
+def unregister_under_pulls(manager: Any, desc: CacheDesc, key: CacheKey, rounds: int, unmap: bool) -> None:
+    """Offer memory of one word, take it back, and fill it with another word or unmap it, while peers pull."""
+    for _ in range(rounds):
+        given = [users.take(desc.size) for _ in range(desc.num_tensors)]
+        for address in given:
+            memory.fill(address, PUSHED, desc.size)
+        cache = manager.register_cache(desc, given, [key])
+        end = time.monotonic() + 0.0005
+        while time.monotonic() < end:
+            pass
+        manager.unregister_cache(cache.cache_id)
+        if not unmap:
+            for address in given:
+                memory.fill(address, OWN, desc.size)
+        users.give_back()

@@ -45,7 +45,9 @@ class End:
         self.peer, self.cluster_id, self.cm = peer, cluster_id, cm
         self.address = f"10.1.{cluster_id % 250}.1:{next(_ports)}"
         listen = self.address if cm or role is LLMRole.PROMPT else None
-        self.dd: Any = LLMDataDist(role, cluster_id) if peer is None else peer.make("llm_datadist:LLMDataDist", role, cluster_id)
+        self.dd: Any = (
+            LLMDataDist(role, cluster_id) if peer is None else peer.make("llm_datadist:LLMDataDist", role, cluster_id)
+        )
         self.dd.init(cm_options(listen, **extra) if cm else options(listen, **extra))
         self.manager: Any = self.get(self.dd, "cache_manager" if cm else "kv_cache_manager")
 
@@ -67,10 +69,7 @@ class End:
 
     def allocate(self, of: CacheDesc, key: Any = None, salt: int | None = None, blocks: bool = False) -> Any:
         """Allocate a cache; fill it with a pattern if there is a salt, else with 0xA5."""
-        if blocks:
-            cache = self.manager.allocate_blocks_cache(of, key)
-        else:
-            cache = self.manager.allocate_cache(of, key or [])
+        cache = self.manager.allocate_blocks_cache(of, key) if blocks else self.manager.allocate_cache(of, key or [])
         self.fill(cache, of, salt)
         return cache
 
@@ -138,7 +137,9 @@ class End:
 
     def read(self, address: int, nbytes: int) -> bytes:
         """Give bytes of this engine's process."""
-        data: bytes = memory.read(address, nbytes) if self.peer is None else self.peer.make("memory:read", address, nbytes)
+        data: bytes = (
+            memory.read(address, nbytes) if self.peer is None else self.peer.make("memory:read", address, nbytes)
+        )
         return data
 
     def close(self) -> None:
