@@ -9,7 +9,9 @@ project = "llm-datadist"
 copyright = "the llm-datadist contributors, Apache-2.0"
 release = version = _version["__version__"]
 
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "numpydoc", "sphinx.ext.autodoc"]
+autodoc_typehints = "none"  # docstrings say the types, and the ranges
+numpydoc_show_class_members = False
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]

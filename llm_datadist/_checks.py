@@ -238,7 +238,8 @@ def any_integer(name: str, value: object) -> int:
         return value
     if isinstance(value, bool) or not isinstance(value, int):
         raise _wrong_type(name, value, "int")
-    return value
+    # A subclass may compare as it likes; from here on only the number counts.
+    return int.__index__(value)
 
 
 def integer_within(name: str, value: object, low: int, high: int) -> int:

@@ -223,14 +223,15 @@ class Manager:
         self,
         source: KvCache | Cache,
         destination: KvCache | Cache,
-        source_addresses: Sequence[Sequence[int]],
-        destination_addresses: Sequence[Sequence[int]],
+        addresses_of: Callable[[Any], Sequence[Sequence[int]]],
+        owned: Sequence[int],
         src_to_dst: dict[int, int],
     ) -> None:
         here, there = source.cache_desc, destination.cache_desc
         source_blocks, source_bytes = source._measured[0][0], source._measured[1]
         destination_blocks, destination_bytes = destination._measured[0][0], destination._measured[1]
-        for key, value in typed("src_to_dst", src_to_dst, dict).items():
+        check_isinstance("src_to_dst", src_to_dst, dict)
+        for key, value in src_to_dst.items():
             int64("src_to_dst key", key)
             int64("src_to_dst value", value)
         if {here.placement, there.placement} != {Placement.HOST, Placement.DEVICE}:
@@ -251,24 +252,28 @@ class Manager:
         ):
             if not 0 <= index < blocks:
                 raise refused(ParamInvalid(f"{name} block {index} of src_to_dst, allowed are 0 to {blocks - 1}"))
-        if len(source_addresses) != len(destination_addresses) or not all(
-            len(addresses) == here.num_tensors for addresses in (*source_addresses, *destination_addresses)
-        ):
-            raise refused(ParamInvalid("a cache was deallocated, or the two lie on different numbers of devices"))
-        if not src_to_dst or not source_addresses:
-            if not source_addresses:
-                raise refused(ParamInvalid("a cache was deallocated"))
-            return
+
+        def addresses() -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]:
+            found = addresses_of(source), addresses_of(destination)
+            if not found[0] or len(found[0]) != len(found[1]):
+                raise ParamInvalid("a cache was deallocated, or the two lie on different numbers of devices")
+            if not all(len(tensors) == here.num_tensors for side in found for tensors in side):
+                raise ParamInvalid("a cache was deallocated")
+            return found
+
         info("swap_blocks %s to %s, %d blocks", source, destination, len(src_to_dst))
-        self._run(
-            self._engine.copies.swap_blocks,
-            source_addresses,
-            destination_addresses,
-            source_blocks,
-            destination_blocks,
-            source_block,
-            src_to_dst,
-        )
+        if src_to_dst:
+            self._run(
+                self._engine.copies.swap_blocks,
+                owned,
+                addresses,
+                source_blocks,
+                destination_blocks,
+                source_block,
+                src_to_dst,
+            )
+        else:
+            addresses()
         info("swap_blocks %s to %s done", source, destination)
 
     # ------------------------------------------------------------------ asynchronous transfers

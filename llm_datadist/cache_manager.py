@@ -775,8 +775,8 @@ class CacheManager(Manager):
         self._swap_blocks(
             src_cache,
             dst_cache,
-            [src_cache.tensor_addrs] if src_cache.tensor_addrs else [],
-            [dst_cache.tensor_addrs] if dst_cache.tensor_addrs else [],
+            lambda cache: [cache.tensor_addrs] if cache.tensor_addrs else [],
+            [cache.cache_id for cache in (src_cache, dst_cache) if cache._engine is self._engine],
             src_to_dst,
         )
 

@@ -554,7 +554,6 @@ class KvCache:
         typed("addrs", addrs, list)
         if not addrs:
             raise refused(ParamInvalid("addrs is empty, allowed are one address per tensor, or a list per device"))
-        keepers: list[object] = []
         nested = [isinstance(item, list) for item in addrs]
         if any(nested) and not all(nested):
             raise refused(ParamInvalid(f"types in addrs should be consistent, all int or all list, got {addrs}"))

@@ -117,7 +117,7 @@ class LLMDataDist:
         A second call on an initialised object does nothing. The exit of the interpreter finalizes.
         """
         with _init_lock:
-            if self._is_initialized:
+            if self._is_initialized and not self._inherited():
                 return
             other = LLMDataDist.llm_engine_instance
             if other is not None and not other._inherited():
@@ -128,10 +128,18 @@ class LLMDataDist:
                     )
                 )
             config = parse_options(self._role, self._cluster_id, options)
-            self._start(config)
-            self._is_initialized = True
-            LLMDataDist.llm_engine_instance = self
-            atexit.register(_shutdown_handler)
+            self._engine = None
+            try:
+                self._start(config)
+                self._is_initialized = True
+                LLMDataDist.llm_engine_instance = self
+                atexit.register(_shutdown_handler)
+            except BaseException:
+                # Also what a signal handler raised after the engine had started.
+                self._is_initialized = False
+                if self._engine is not None:
+                    self._engine.close()
+                raise
         info("initialised cluster %d as %s", self._cluster_id, self._role)
 
     def _start(self, config: EngineConfig) -> None:
@@ -241,35 +249,43 @@ class LLMDataDist:
     def link_clusters(
         self, clusters: Sequence[LLMClusterInfo], timeout: int = 3000
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Link to prompt clusters, at most 16 in one call.
+        """Link to clusters that listen.
 
         Parameters
         ----------
         clusters : list or tuple of LLMClusterInfo
-            Each with ``remote_cluster_id`` and, for each device, one local and one remote address.
+            Each with ``remote_cluster_id`` and one remote and one local address; in KvCacheManager mode one of each
+            for every device, and at most 16 clusters.
         timeout : int, default 3000
             Limit of the whole call in ms, in [1, 2**31).
 
         Returns
         -------
         tuple of LLMStatusCode and list of LLMStatusCode
-            The overall result, and one for each cluster in order: LLM_SUCCESS, LLM_ALREADY_LINK, LLM_REPEAT_REQUEST,
-            LLM_LINK_FAILED (nobody there, or refused), LLM_WAIT_PROCESS_TIMEOUT, LLM_PARAM_INVALID (512 links stand).
-            Overall LLM_LINK_FAILED if one failed or ran out of time. LLM_PARAM_INVALID, LLM_CLUSTER_NUM_EXCEED_LIMIT or
-            LLM_PROCESSING_LINK with an empty list when the call as a whole is refused. The reasons are in the log.
+            The overall result, and one for each cluster in order. The reasons are in the log.
+
+            Each: LLM_SUCCESS; LLM_ALREADY_LINK; LLM_LINK_FAILED (nobody there, or refused); LLM_PARAM_INVALID (512
+            links stand, or the modes differ); LLM_REPEAT_REQUEST (named before in the same call) and
+            LLM_WAIT_PROCESS_TIMEOUT in KvCacheManager mode, for which CacheManager mode has LLM_ALREADY_LINK and
+            LLM_TIMEOUT.
+
+            Overall: in KvCacheManager mode LLM_LINK_FAILED if one failed or ran out of time, else LLM_SUCCESS; in
+            CacheManager mode the last that is not LLM_SUCCESS, else LLM_SUCCESS. LLM_PARAM_INVALID,
+            LLM_CLUSTER_NUM_EXCEED_LIMIT or LLM_PROCESSING_LINK with an empty list when the call as a whole is refused.
 
         Raises
         ------
         TypeError, ValueError
             For arguments of another type or width.
         LLMException
-            LLM_PARAM_INVALID when `timeout` is not above 0.
+            LLM_PARAM_INVALID when `timeout` is not above 0, or a cluster has no local address (CacheManager mode).
         RuntimeError
             When not initialised.
 
         Notes
         -----
-        Role DECODER only. A link that broke is replaced; a standing one gives LLM_ALREADY_LINK.
+        Only a DECODER may call it in KvCacheManager mode, anyone in CacheManager mode, where a link carries transfers
+        in both directions. A link that broke is replaced; a standing one gives LLM_ALREADY_LINK.
         """
         engine = self._running()
         timeout = _check_timeout(timeout)
@@ -283,12 +299,12 @@ class LLMDataDist:
     def unlink_clusters(
         self, clusters: Sequence[LLMClusterInfo], timeout: int = 3000, force: bool = False
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Unlink clusters, at most 16 in one call.
+        """Unlink clusters.
 
         Parameters
         ----------
         clusters : list or tuple of LLMClusterInfo
-            As for `link_clusters`, with the addresses the links were made with, or without any.
+            With the addresses the links were made with, or without any; in KvCacheManager mode at most 16.
         timeout : int, default 3000
             Limit of the whole call in ms, in [1, 2**31).
         force : bool, default False
@@ -299,7 +315,9 @@ class LLMDataDist:
         tuple of LLMStatusCode and list of LLMStatusCode
             One result for each cluster: LLM_SUCCESS, LLM_NOT_YET_LINK, LLM_PARAM_INVALID (linked at another address),
             LLM_LINK_BUSY, LLM_NOTIFY_PROMPT_UNLINK_FAILED (this end is removed, the peer could not be told). Overall
-            LLM_UNLINK_FAILED unless each is LLM_SUCCESS or LLM_NOT_YET_LINK; or as for `link_clusters`.
+            LLM_UNLINK_FAILED unless each is LLM_SUCCESS or LLM_NOT_YET_LINK. In CacheManager mode: LLM_SUCCESS, also
+            when not linked; LLM_PARAM_INVALID; LLM_UNLINK_FAILED (a transfer does not end, or the peer could not be
+            told). Overall, and when the call as a whole is refused, as for `link_clusters`.
 
         Raises
         ------
@@ -312,7 +330,8 @@ class LLMDataDist:
 
         Notes
         -----
-        Any role. A PROMPT removes its own end.
+        Any role. In KvCacheManager mode a PROMPT removes its own end only. In CacheManager mode running transfers are
+        waited for.
         """
         engine = self._running()
         timeout = _check_timeout(timeout)

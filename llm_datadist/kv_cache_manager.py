@@ -458,7 +458,13 @@ class KvCacheManager(Manager):
         self._engine.require_open()
         check_isinstance("src", src, KvCache)
         check_isinstance("dst", dst, KvCache)
-        self._swap_blocks(src, dst, src.per_device_tensor_addrs, dst.per_device_tensor_addrs, src_to_dst)
+        self._swap_blocks(
+            src,
+            dst,
+            lambda cache: cache.per_device_tensor_addrs,
+            [cache.cache_id for cache in (src, dst) if cache._collected is self._dropped],
+            src_to_dst,
+        )
 
     # ------------------------------------------------------------------ asynchronous transfers
 

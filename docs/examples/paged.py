@@ -38,12 +38,13 @@ def prompt(pipe):
 
 def decoder(pipe):
     made = engine(LLMRole.DECODER, 2)
-    link(made, peer(1, ADDRESS))
     manager = made.kv_cache_manager
+    requests = pipe.recv()
+    link(made, peer(1, ADDRESS))  # it listens by now
     paged = manager.allocate_blocks_cache(PAGED)
     free = list(range(32))
     cached = {}  # block of the prompt -> block here. A real one goes by a hash of the tokens.
-    for name, blocks in pipe.recv().items():
+    for name, blocks in requests.items():
         missing = [block for block in blocks if block not in cached]
         places = [free.pop() for _ in missing]
         manager.pull_blocks(BlocksCacheKey(1, model_id=0), paged, missing, places)

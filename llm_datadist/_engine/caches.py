@@ -178,6 +178,11 @@ class Caches:
         if not pools:
             option = "llm.HostMemPoolConfig" if geometry.kind is MemoryKind.HOST else "llm.MemPoolConfig"
             raise ParamInvalid(f"no pool holds {geometry.kind.name} memory: set {option}")
+        if not self._directory.holds(geometry.num_tensors * len(pools), len(keys)):
+            raise LLMException(
+                f"a cache of {geometry.num_tensors} tensors and {len(keys)} keys is too large for the directory",
+                status_code=self._out_of_memory(),
+            )
         places: list[tuple[Pool, int]] = []
         backed = 0
         published = False
@@ -337,7 +342,7 @@ class Caches:
         for _ in range(geometry.num_tensors):
             at = pool.space.take(each)
             if at is None:
-                raise self._no_room(pool, total, f"no free range of the pool's {pool.space.nbytes} has {each}")
+                raise self._no_room(pool, total, f"the rest of its {pool.space.nbytes} is in fragments")
             places.append((pool, at))
 
     def _commit(self, pool: Pool, at: int, nbytes: int) -> None:
@@ -560,6 +565,15 @@ class Caches:
             cache = self._held(cache_id)
             cache.users.add(use)
             return cache
+
+    def keep(self, cache_ids: Iterable[int], use: Use) -> None:
+        """Start to use the memory of those caches that exist."""
+        use.caches.extend(cache_ids)
+        with self._lock:
+            for cache_id in use.caches:
+                cache = self._caches.get(cache_id)
+                if cache is not None:
+                    cache.users.add(use)
 
     def begin_generation(self, cache_id: int, generation: int, use: Use) -> Cache | None:
         """Start to use the memory that a peer has found in the directory, or give None if it was withdrawn since."""

@@ -31,6 +31,8 @@ MAX_NAME = 107
 MAX_FDS = 192
 #: How soon to try again when the process had no descriptor left for a new connection.
 RETRY_S = 1.0
+#: Longer waits overflow poll(); who waits longer is woken and waits again, or gives up after eleven days.
+LONGEST_S = 1e6
 SO_PEERPIDFD = 77  # Linux 6.5; not yet in the socket module
 PEER_CREDENTIALS = struct.Struct("3i")
 
@@ -49,7 +51,7 @@ class TimedOut(Exception):
 
 def socket_name(namespace: str, address: Address) -> bytes:
     """Name the abstract socket of an address."""
-    name = f"llm_datadist/{os.getuid()}/{namespace}/{address}".encode()
+    name = f"llm_datadist/{os.getuid()}/{namespace}/{address}".encode(errors="surrogateescape")
     if len(name) > MAX_NAME:
         name = b"llm_datadist/" + hashlib.sha256(name).hexdigest().encode()
     return b"\0" + name
@@ -97,8 +99,8 @@ def connect(namespace: str, address: Address, deadline_ns: int) -> Channel:
 
 
 def remaining(deadline_ns: int) -> float:
-    """Seconds until a deadline, at least 0."""
-    return max(deadline_ns - time.monotonic_ns(), 0) / 1e9
+    """Seconds until a deadline, at least 0, and no more than any wait of the system takes."""
+    return min(max(deadline_ns - time.monotonic_ns(), 0) / 1e9, LONGEST_S)
 
 
 class Channel:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 from llm_datadist._engine import codes
 from llm_datadist._engine.caches import Caches
@@ -13,6 +14,9 @@ from llm_datadist.backend import Backend, BackendError, Failure
 from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
 
 __all__ = ["Copies", "independent_batches"]
+
+
+AddressLists: TypeAlias = Sequence[Sequence[int]]
 
 
 class Copies:
@@ -86,14 +90,20 @@ class Copies:
     def swap_blocks(
         self,
         use: Use,
-        source: Sequence[Sequence[int]],
-        destination: Sequence[Sequence[int]],
+        owned: Sequence[int],
+        addresses: Callable[[], tuple[AddressLists, AddressLists]],
         source_blocks: int,
         destination_blocks: int,
         block_bytes: int,
         mapping: Mapping[int, int],
     ) -> None:
-        """Copy blocks between addresses of two caches, one list of tensors a device on each side."""
+        """Copy blocks between addresses of two caches.
+
+        ``addresses`` gives them, one list of tensors a device on each side, once the ``owned`` of the two can't be
+        freed.
+        """
+        self._caches.keep(owned, use)
+        source, destination = addresses()
         runs = block_runs(
             indices(list(mapping), "source blocks"),
             indices(list(mapping.values()), "destination blocks"),

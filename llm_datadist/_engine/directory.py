@@ -44,6 +44,9 @@ MAX_LINKS = 1024
 PAGE = 4096
 ENTRY_BYTES = 64
 SMALLEST_INDEX = 512
+#: What a reader believes of a peer at most: a million tensors in one cache, and directories not far above ours.
+LARGEST_RECORD = 16 << 20
+LARGEST_WINDOW = 1 << 30
 
 # header words
 W_MAGIC, W_VERSION, W_INCARNATION, W_STATE, W_TABLE, W_EPOCH, W_CAPACITY = (8 * i for i in range(7))
@@ -144,6 +147,11 @@ class Directory:
         words.store(self._base + W_STATE, LIVE)
         words.store(self._base + W_MAGIC, MAGIC)
 
+    @staticmethod
+    def holds(tensors: int, keys: int) -> bool:
+        """Say whether a cache of so many tensors, on all devices, can be recorded at all."""
+        return (7 + 2 * tensors + 2 * keys + 4) * 8 <= LARGEST_RECORD
+
     def take_entries(self, count: int) -> list[int]:
         """Reserve entry numbers, those longest free first, so that late writes of peers meet no new owner soon."""
         while len(self._free) < count and self._used_up_to < self.layout.entry_count:
@@ -173,6 +181,8 @@ class Directory:
                 *(number for pair in record.keys for number in pair),
             ),
         )
+        if (len(body) + 4) * 8 > LARGEST_RECORD:
+            raise MemoryError(f"a cache's record of {(len(body) + 4) * 8} bytes is above {LARGEST_RECORD}")
         offset = self._arena.take((len(body) + 4) * 8)
         if offset is None:
             raise MemoryError("the directory has no room for another cache")
@@ -258,6 +268,8 @@ class PeerDirectory:
     def __init__(self, window: Window, incarnation: int) -> None:
         self._base = window.address
         try:
+            if window.nbytes > LARGEST_WINDOW:
+                raise ValueError(f"a directory of {window.nbytes} bytes is too large")
             self.layout = Layout.of(window.nbytes)
         except ValueError as e:
             raise Unreadable(f"the peer's directory can't be one: {e}") from e
@@ -330,7 +342,7 @@ class PeerDirectory:
 
     def record(self, entry: Entry) -> Record | None:
         """Read the record that an entry names; None if it has gone since."""
-        found = words.read_record(self._base + entry.record, self.layout.nbytes - entry.record)
+        found = words.read_record(self._base + entry.record, min(self.layout.nbytes - entry.record, LARGEST_RECORD))
         if found is None or found[0] != entry.memory_generation:
             return None
         generation, body = found

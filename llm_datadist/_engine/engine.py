@@ -148,12 +148,13 @@ class Engine:
         refusal = self._check_number(requests) or self._check_addresses(requests)
         if refusal is not None:
             return refusal, []
-        if not self.links.one_call().acquire(blocking=False):
-            return LLMStatusCode.LLM_PROCESSING_LINK, []
+        caller = object()
         try:
+            if not self.links.one_call.claim(caller):
+                return LLMStatusCode.LLM_PROCESSING_LINK, []
             results = self.links.link(requests, timeout_ms)
         finally:
-            self.links.one_call().release()
+            self.links.one_call.release(caller)
         fine = (
             LLMStatusCode.LLM_SUCCESS,
             LLMStatusCode.LLM_ALREADY_LINK,
@@ -177,12 +178,13 @@ class Engine:
         refusal = self._check_number(requests) or self._check_addresses([r for r in requests if r.local or r.remote])
         if refusal is not None:
             return refusal, []
-        if not self.links.one_call().acquire(blocking=False):
-            return LLMStatusCode.LLM_PROCESSING_LINK, []
+        caller = object()
         try:
+            if not self.links.one_call.claim(caller):
+                return LLMStatusCode.LLM_PROCESSING_LINK, []
             results = self.links.unlink(requests, timeout_ms, force, as_client=as_client)
         finally:
-            self.links.one_call().release()
+            self.links.one_call.release(caller)
         failed = any(r not in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_NOT_YET_LINK) for r in results)
         return (LLMStatusCode.LLM_UNLINK_FAILED if failed else LLMStatusCode.LLM_SUCCESS), results
 

@@ -186,7 +186,8 @@ class Links:
         self._listeners: list[tuple[Address, socket.socket]] = []
         self._paused = False
         self._accepting = 0
-        self._one_call = threading.Lock()
+        #: Of the one link or unlink call at a time of KvCacheManager mode.
+        self.one_call = Turn()
         #: Clusters that a call is linking to.
         self._linking: set[int] = set()
         self._closing = False
@@ -696,6 +697,7 @@ class Links:
         link = use.link
         if link is not None:
             link.turn.release(use)
+            use.link = None
             if link.state is not State.READY:
                 self._dispose_if_gone(link)
 
@@ -761,10 +763,6 @@ class Links:
         """Remove this end of some links; say whether none was in use until the deadline."""
         results = [self._end(link, deadline_ns, tell=False) for link in links]
         return all(result is LLMStatusCode.LLM_SUCCESS for result in results)
-
-    def one_call(self) -> threading.Lock:
-        """Give the lock that stands for the one link or unlink call at a time of KvCacheManager mode."""
-        return self._one_call
 
     # ------------------------------------------------------------------ the end of a link
 

@@ -248,7 +248,9 @@ class AddressTable:
                 try:
                     start = link.endpoint.address_of(region, offset)
                 except BackendError as e:
-                    raise Unreadable(f"a record of the peer's directory is wrong: {e.text}") from e
+                    if e.kind is not Failure.INVALID:
+                        raise
+                    continue  # no address of a process, so nobody can ask for it
                 ranges.append((start, position, entry, record))
         ranges.sort(key=lambda item: item[0])
         self._ranges = ranges
@@ -258,7 +260,7 @@ class AddressTable:
 
     @staticmethod
     def look_up(link: Link, address: int, nbytes: int, deadline_ns: int) -> tuple[Found, Place, int]:
-        """Give the cache whose tensor holds a range of a peer's addresses, its place, and the bytes to the tensor's end.
+        """Give the cache whose tensor holds a range of a peer's addresses, its place, the bytes to the tensor's end.
 
         Raises
         ------

@@ -113,7 +113,6 @@ class KeyTarget:
             TENSORS_PER_LAYER * to,
             self.source.check,
             self._runs,
-            blocks=None,
         )
 
     def _runs(self, cache: Cache, found: Found, room: int) -> Runs:

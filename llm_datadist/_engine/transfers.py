@@ -189,8 +189,10 @@ class Transfers:
 
     # ------------------------------------------------------------------ pushes
 
+    @with_use
     def push_slot(
         self,
+        use: Use,
         cluster_id: int,
         key: Key,
         slot: int,
@@ -200,21 +202,22 @@ class Transfers:
         n: int,
     ) -> None:
         """Push one batch slot, layer after layer. ``layers`` are (source, destination) pairs of ``n`` tensors each."""
+        cache = self._caches.begin(cache_id, use)
+        here = cache.geometry
+        check_index("src_batch_index", batch_index, here.slots, f"the batch slots of cache {cache.id}")
 
-        def check(cache: Cache) -> None:
-            check_index("src_batch_index", batch_index, cache.geometry.slots, f"the batch slots of cache {cache.id}")
-
-        def runs(cache: Cache, found: Found, room: int) -> Runs:
-            here = cache.geometry
+        def runs(found: Found, room: int) -> Runs:
             check_room(here.stride, found.record.stride)
             return span_runs(batch_index * here.stride, 0, here.stride)
 
         for source, destination in layers:
             tensors = range(source * n, source * n + n)
-            self.write_layer(cluster_id, key, slot, cache_id, tensors, destination * n, check, runs, blocks=False)
+            self._write_layer(use, cluster_id, key, slot, cache, tensors, destination * n, runs, blocks=False)
 
+    @with_use
     def push_blocks(
         self,
+        use: Use,
         cluster_id: int,
         key: Key,
         cache_id: int,
@@ -224,19 +227,19 @@ class Transfers:
         n: int,
     ) -> None:
         """Push blocks, layer after layer."""
+        cache = self._caches.begin(cache_id, use)
+        here = cache.geometry
+        check_index("source block", source.maximum, here.slots, f"the blocks of cache {cache.id}")
 
-        def check(cache: Cache) -> None:
-            check_index("source block", source.maximum, cache.geometry.slots, f"the blocks of cache {cache.id}")
-
-        def runs(cache: Cache, found: Found, room: int) -> Runs:
-            here, record = cache.geometry, found.record
+        def runs(found: Found, room: int) -> Runs:
+            record = found.record
             check_equal_blocks(here.stride, record.stride)
             check_index("destination block", destination.maximum, record.slots, "the peer's blocks")
             return block_runs(source, destination, here.slots, record.slots, here.stride)
 
         for from_, to in layers:
             tensors = range(from_ * n, from_ * n + n)
-            self.write_layer(cluster_id, key, 0, cache_id, tensors, to * n, check, runs, blocks=True)
+            self._write_layer(use, cluster_id, key, 0, cache, tensors, to * n, runs, blocks=True)
 
     @with_use
     def write_layer(
@@ -250,18 +253,41 @@ class Transfers:
         first_destination: int,
         check: Callable[[Cache], None],
         runs: Callable[[Cache, Found, int], Runs],
-        *,
-        blocks: bool | None,
     ) -> None:
         """Write some tensors of a local cache into consecutive tensors of the cache that a key names.
 
-        ``blocks`` says whether that must be a blocks cache; None takes either. ``check`` looks at the local cache
-        before the link is looked for. ``runs`` plans from the start of the batch slot on, and is given the bytes from
-        there to the end of the tensor.
+        ``check`` looks at the local cache before the link is looked for. ``runs`` plans from the start of the batch
+        slot on, and is given the bytes from there to the end of the tensor.
         """
         cache = self._caches.begin(cache_id, use)
-        select_tensors("source", source, cache.geometry.num_tensors)
         check(cache)
+        self._write_layer(
+            use,
+            cluster_id,
+            key,
+            slot,
+            cache,
+            source,
+            first_destination,
+            lambda found, room: runs(cache, found, room),
+            blocks=None,
+        )
+
+    def _write_layer(
+        self,
+        use: Use,
+        cluster_id: int,
+        key: Key,
+        slot: int,
+        cache: Cache,
+        source: range,
+        first_destination: int,
+        runs: Callable[[Found, int], Runs],
+        *,
+        blocks: bool | None,
+    ) -> None:
+        """Write one layer; ``blocks`` says whether the target must be a blocks cache, None takes either."""
+        select_tensors("source", source, cache.geometry.num_tensors)
         link = self.links.to(cluster_id)
         use.what = lambda: paths.describe(key, slot)
         deadline_ns = self.links.take(link, use, self._timeout_ms)
@@ -277,12 +303,14 @@ class Transfers:
             remote, route = paths.remote_bases(link, record, destination)
             local = [addresses[i] for addresses in cache.addresses for i in source]
             at = slot * record.stride
-            plan = Plan(Bases(local, [base + at for base in remote]), runs(cache, found, record.tensor_bytes - at))
+            plan = Plan(Bases(local, [base + at for base in remote]), runs(found, record.tensor_bytes - at))
             try:
                 self._write(use, link, record, plan, found.guard(link), deadline_ns, route)
-                return
+                break
             except BackendError as e:
                 self._look_again(link, e, deadline_ns)
+        # Others may have the link before the next layer.
+        self.links.give_back(use)
 
     @with_use
     def write_addresses(

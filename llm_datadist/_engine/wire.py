@@ -55,8 +55,8 @@ class Frame:
     def text(self, name: str) -> str:
         """Give a field that must be text."""
         value = self.body.get(name)
-        if type(value) is not str:
-            raise Malformed(f"field {name!r} of a {self.kind.name} frame is {value!r}, expected text")
+        if type(value) is not str or not value.isprintable():
+            raise Malformed(f"field {name!r} of a {self.kind.name} frame is {value!a}, expected printable text")
         return value
 
     def texts(self, name: str) -> list[str]:

@@ -118,7 +118,7 @@ def test_late_pushes_never_reach_reused_memory(remote_cm: tuple[End, End], regis
 
 @pytest.mark.parametrize("unmap", [False, True])
 def test_pulls_meet_an_unregistration(cm: tuple[End, End], unmap: bool) -> None:
-    """S-192, S-113: memory is unregistered, then filled anew or unmapped, while peers pull it: old bytes or an error."""
+    """S-192, S-113: memory is unregistered, then filled anew or unmapped, while peers pull: old bytes or an error."""
     there, here = cm
     of = desc(2, 1, 1 << 17)
     cache = here.allocate(of)
