@@ -86,6 +86,7 @@ class Engine:
             )
             self.links = Links(backend, self._directory, board, terms, config.namespace, self._service)
             self.caches.proved_gone = self.links.proved_gone
+            self.staging = Staging(backend, staged, self.caches, self.links)
             self.links.listen(config.listen)
             self.communicators = Communicators(
                 self.links,
@@ -96,7 +97,6 @@ class Engine:
                 config.loopback,
             )
             rules = Rules(config.cache_manager, config.remote_accessible, config.device_pool is not None)
-            self.staging = Staging(backend, staged, self.caches, self.links)
             self.transfers = Transfers(self.caches, self.links, self.staging, config.sync_timeout_ms, rules)
             self.copies = Copies(backend, self.caches, config.cache_manager)
             undo.pop_all()

@@ -179,8 +179,13 @@ class Staging:
     def _asked(self, link: Link, frame: Frame) -> None:
         # In the service thread, which must not copy.
         if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name="llm_datadist staging", daemon=True)
-            self._worker.start()
+            worker = threading.Thread(target=self._work, name="llm_datadist staging", daemon=True)
+            try:
+                worker.start()
+            except RuntimeError as e:
+                self._links.reply(link, Frame(Kind.STAGED, frame.request, {"failed": "failed", "text": str(e)}))
+                return
+            self._worker = worker
         self._jobs.put((link, frame))
 
     def _ended(self, link: Link) -> None:
