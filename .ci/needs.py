@@ -12,6 +12,10 @@ import sys
 import sysconfig
 
 
+if sys.version_info < (3, 10):
+    sys.exit(f"{sys.executable} is Python {sys.version.split()[0]}, needed is 3.10 or newer (PYTHON=... names another)")
+
+
 def compiles(header: str) -> bool:
     """Say whether a C file that includes this header compiles for this interpreter."""
     include = sysconfig.get_paths()["include"]

@@ -178,11 +178,6 @@ class Caches:
         if not pools:
             option = "llm.HostMemPoolConfig" if geometry.kind is MemoryKind.HOST else "llm.MemPoolConfig"
             raise ParamInvalid(f"no pool holds {geometry.kind.name} memory: set {option}")
-        if not self._directory.holds(geometry.num_tensors * len(pools), len(keys)):
-            raise LLMException(
-                f"a cache of {geometry.num_tensors} tensors and {len(keys)} keys is too large for the directory",
-                status_code=self._out_of_memory(),
-            )
         places: list[tuple[Pool, int]] = []
         backed = 0
         published = False
@@ -334,6 +329,8 @@ class Caches:
         total = each * geometry.num_tensors
         if pool.space.used + total > pool.limit:
             raise self._no_room(pool, total, f"the limit is {pool.limit} ({pool.limited_by})")
+        if not self._directory.holds(geometry.num_tensors * len(self._pools), geometry.slots):
+            raise self._no_room(pool, total, f"a cache of {geometry.num_tensors} tensors is too large to be recorded")
         # One range for all tensors is found fastest and merges best; in a crowded pool one by one may still fit.
         start = pool.space.take(total)
         if start is not None:

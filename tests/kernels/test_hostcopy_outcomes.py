@@ -241,8 +241,10 @@ def test_a_small_copy_keeps_the_gil(scene: Scene, nbytes: int, kept: bool) -> No
 
 
 INTERRUPTED = """
-import sys, threading, time
+import signal, sys, threading, time
 sys.path.insert(0, {folder!r})
+# A shell that starts a test run in the background has children ignore the key.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from test_hostcopy_outcomes import Scene, UNTOUCHED, copy
 scene = Scene()
 plan = scene.plan(20)
