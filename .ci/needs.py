@@ -11,8 +11,7 @@ import subprocess
 import sys
 import sysconfig
 
-
-if sys.version_info < (3, 10):
+if sys.version_info < (3, 10):  # noqa: UP036, that is what this is for
     sys.exit(f"{sys.executable} is Python {sys.version.split()[0]}, needed is 3.10 or newer (PYTHON=... names another)")
 
 
