@@ -271,7 +271,8 @@ def test_s75_many_pairs(end: End, stride: int) -> None:
     cache = end.allocate(of, blocks=True)
     for info in (up, dict(reversed(up.items())), mixed):
         end.fill(cache, of, 0)
-        blocks = [end.expected(of, 0)[i * stride : (i + 1) * stride] for i in range(count)]
+        data = end.expected(of, 0)
+        blocks = [data[i * stride : (i + 1) * stride] for i in range(count)]
         for source, destinations in info.items():
             for destination in destinations:
                 blocks[destination] = blocks[source]
