@@ -133,16 +133,10 @@ class Pair:
 class Capabilities:
     """What the engine may expect of a backend."""
 
-    #: Control runs over local sockets that pass descriptors (else over TCP).
-    same_host: bool
-    #: Directory and board of a peer are mapped memory (else they are read over control).
+    #: Directory and board of a peer are mapped memory.
     mapped_words: bool
-    #: Memory registered after a link can still be reached by the peer.
-    late_regions: bool
-    #: Bytes to which pool allocations must be aligned.
+    #: Bytes to which tensors in a pool must be aligned.
     alignment: int
-    #: Pool memory can be committed and given back piecewise.
-    sparse_pools: bool
 
 
 class Endpoint(ABC):

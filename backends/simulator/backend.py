@@ -48,7 +48,7 @@ class SimulatorBackend(Backend):
         Says how much memory may still be taken; by default what the kernel tells.
     """
 
-    capabilities = Capabilities(same_host=True, mapped_words=True, late_regions=True, alignment=512, sparse_pools=True)
+    capabilities = Capabilities(mapped_words=True, alignment=512)
 
     def __init__(self, room: Callable[[], limits.Room] = limits.room) -> None:
         #: Faults for tests; nothing is looked at or counted while it is None.

@@ -69,13 +69,21 @@ class Communicators:
     """All rank-table links of one engine. Thread-safe."""
 
     def __init__(
-        self, links: Links, service: Service, namespace: str, cluster_id: int, total_s: int, loopback: bool
+        self,
+        links: Links,
+        service: Service,
+        namespace: str,
+        cluster_id: int,
+        total_s: int,
+        attempts: int,
+        loopback: bool,
     ) -> None:
         self._links = links
         self._service = service
         self._namespace = namespace
         self._cluster_id = cluster_id
         self._total_ns = (total_s or DEFAULT_S) * 10**9
+        self._attempts = attempts
         self._loopback = loopback
         #: Guards all below, and tells of each change of a communicator.
         self._changed = threading.Condition()
@@ -229,6 +237,7 @@ class Communicators:
         # A loop-back link is told from others of the same engine by the member that it stands for.
         local = () if alias is None else (self._place(comm, alias),)
         request = LinkRequest(cluster, local, comm=comm.meeting, alias=alias)
+        attempts = 0
         while True:
             try:
                 channel = control.connect(self._namespace, self._place(comm, cluster), comm.deadline_ns)
@@ -240,8 +249,15 @@ class Communicators:
                         raise Gone("unlinked meanwhile") from None
                     self._changed.wait(RETRY_S)
                 continue
-            self._links.greet(channel, request, comm.deadline_ns)
-            return
+            attempts += 1
+            try:
+                self._links.greet(channel, request, comm.deadline_ns)
+            except (Gone, Malformed, Unreadable, BackendError) as e:
+                if attempts >= self._attempts or comm.state is not CommState.PREPARING:
+                    raise
+                get_logger().warning("attempt %d to link cluster %d for %s failed: %s", attempts, cluster, comm.name, e)
+            else:
+                return
 
 
 def digest(name: str, ranks: Mapping[int, int], table: Any) -> str:

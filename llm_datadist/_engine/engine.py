@@ -34,7 +34,6 @@ __all__ = ["Engine"]
 
 DIRECTORY_BYTES = 256 << 20  # sparse: a page takes memory when it is first written
 BOARD_BYTES = 256 << 20
-TENSOR_ALIGNMENT = 512
 CLUSTERS_PER_CALL = 16
 CLOSE_NS = 5 * 10**9
 
@@ -94,6 +93,7 @@ class Engine:
                 config.namespace,
                 config.cluster_id,
                 config.link_total_time_s,
+                config.link_retry_count,
                 config.loopback,
             )
             rules = Rules(config.cache_manager, config.remote_accessible, config.device_pool is not None)
@@ -114,7 +114,7 @@ class Engine:
                 if self.config.memory_limit is None
                 else "ge.flowGraphMemMaxSize times llm.MemoryUtilization"
             )
-            pools.append(Pool(region, Space(region.nbytes, TENSOR_ALIGNMENT), limit, by))
+            pools.append(Pool(region, Space(region.nbytes, self.backend.capabilities.alignment), limit, by))
         return pools
 
     def _reserve_paged_pools(self) -> list[Pool]:
