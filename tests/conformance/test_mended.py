@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +34,7 @@ from llm_datadist import (
     TransferConfig,
 )
 from llm_datadist._engine import caches as caches_module
+from llm_datadist._engine.uses import Turn
 
 SUCCESS = LLMStatusCode.LLM_SUCCESS
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -101,7 +102,7 @@ def test_interrupted_allocation_leaves_no_key(
         here.close()
 
 
-@pytest.mark.parametrize("where", ["begin", "take", "give_back"])
+@pytest.mark.parametrize("where", ["begin", "claim", "take", "give_back"])
 def test_interrupted_pull_gives_back_what_it_took(
     linked: tuple[Prompt, Decoder], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -120,7 +121,8 @@ def test_interrupted_pull_gives_back_what_it_took(
         if where == "give_back":
             interrupt_before(patch, engine.transfers, where)
         else:
-            interrupt_after(patch, engine.caches if where == "begin" else engine.links, where)
+            owner = {"begin": engine.caches, "claim": Turn, "take": engine.links}[where]
+            interrupt_after(patch, owner, where)
         with pytest.raises(KeyboardInterrupt):
             pull()
     pull()
@@ -131,14 +133,14 @@ def test_interrupted_pull_gives_back_what_it_took(
 
 
 @pytest.fixture
-def registered(remote_cm: tuple[End, End]) -> Iterator[tuple[End, End, Any, Callable[[], None]]]:
+def registered(remote_cm: tuple[End, End]) -> tuple[End, End, Any, Callable[[], None]]:
     """Give two ends, a registered cache of this one, and a pull into it."""
     there, here = remote_cm
     there.allocate(OF, BlocksCacheKey(1), salt=0, blocks=True)
     cache = here.register(OF, BlocksCacheKey(2, 9), salt=1, blocks=True)
     here.link(there)
     there.link(here)
-    yield there, here, cache, lambda: here.manager.pull_blocks(BlocksCacheKey(1), cache, [0], [1])
+    return there, here, cache, lambda: here.manager.pull_blocks(BlocksCacheKey(1), cache, [0], [1])
 
 
 def test_interrupted_unregister_keeps_the_cache(
