@@ -395,6 +395,20 @@ def start_own(info: Any, key: CacheKey, desc: CacheDesc) -> int | None:
         mine.finalize()
 
 
+def init_inherited(options: dict[str, str], info: Any, key: CacheKey, desc: CacheDesc) -> int | None:
+    """Initialise what the parent has made, link, pull, and end it."""
+    mine = _instance()
+    mine.init(options)
+    try:
+        result = mine.link_clusters([info], 5000)
+        assert result[0] == 0, result
+        cache = mine.kv_cache_manager.allocate_cache(desc)
+        mine.kv_cache_manager.pull_cache(key, cache, 0, dst_cache_offset=0)
+        return memory.word(cache.per_device_tensor_addrs[0][0], desc.size)
+    finally:
+        mine.finalize()
+
+
 def in_child(do: str, end: str, *args: Any) -> dict[str, Any]:
     """Fork, and do something in the child while this process waits."""
     return Child(lambda: globals()[do](*args), globals()[end]).outcome()

@@ -1,0 +1,90 @@
+"""Engines that end, or are forked, while daemon threads of the program copy: never by a signal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from pairs import bytes_desc, cluster_info
+from pairs import options as engine_options
+from peer import Peer
+
+from llm_datadist import CacheKey, LLMRole
+
+SCRIPT = """
+import ctypes, json, mmap, sys, threading, time
+from llm_datadist import CacheDesc, DataType, KvCache, LLMConfig, LLMDataDist, LLMException, LLMRole, Placement
+
+mode, what, how = sys.argv[1:]
+config = LLMConfig()
+config.device_id = 0
+if mode == "cm":
+    config.enable_cache_manager = True
+    config.mem_pool_cfg = json.dumps({"memory_size": 1 << 30})
+dd = LLMDataDist(LLMRole.DECODER, 2)
+dd.init(config.generate_options())
+manager = dd.cache_manager if mode == "cm" else dd.kv_cache_manager
+desc = CacheDesc(1, [4, 64 << 20], DataType.DT_UINT8)
+started = threading.Event()
+
+if what == "copy":
+    one, other = manager.allocate_cache(desc), manager.allocate_cache(desc)
+    step = lambda: [manager.copy_cache(one, other, i, i) for i in range(4)]
+else:
+    mine = manager.allocate_blocks_cache(desc)
+    memory = mmap.mmap(-1, desc.size)
+    at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    host = CacheDesc(1, [4, 64 << 20], DataType.DT_UINT8, placement=Placement.HOST)
+    host = KvCache.create_cpu_cache(host, [at])
+    step = lambda: manager.swap_blocks(host, mine, {0: 0, 1: 1, 2: 2, 3: 3})
+
+told = []
+def work():
+    try:
+        while True:
+            step()
+            started.set()
+    except LLMException as error:
+        told.append(error.status_code.name)
+
+thread = threading.Thread(target=work, daemon=True)
+thread.start()
+assert started.wait(30)
+time.sleep(0.02)
+if how == "finalize":
+    dd.finalize()
+    thread.join(20)
+    print(told)
+"""
+
+
+@pytest.mark.parametrize("how", ["finalize", "exit"])
+@pytest.mark.parametrize(("mode", "what"), [("kv", "copy"), ("kv", "swap"), ("cm", "copy")])
+def test_end_while_a_thread_copies(mode: str, what: str, how: str) -> None:
+    """S-172: memory is not unmapped under a copy; the thread is told that the engine has ended."""
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT, mode, what, how], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0, ended
+    assert ended.stdout.strip() == ("['LLM_ENGINE_FINALIZED']" if how == "finalize" else ""), ended
+
+
+@pytest.mark.parametrize("end", ["leave_at_once", "leave_with_hooks"])
+def test_child_inits_what_it_inherited(start_quick: Callable[[], Peer], peer: Peer, end: str) -> None:
+    """B28: an object that a child has inherited can be initialised in the child, and ends there, not in the parent."""
+    desc, key = bytes_desc(2, 1, 64), CacheKey(1, 10)
+    address = "10.0.1.1:25999"
+    prompt = start_quick()
+    dd = prompt.make("llm_datadist:LLMDataDist", LLMRole.PROMPT, 1)
+    dd.init(engine_options(address))
+    prompt.make("inside:offer", desc, [key], 7)
+    parent = peer.make("llm_datadist:LLMDataDist", LLMRole.DECODER, 2)
+    parent.init(engine_options())
+    info = cluster_info(1, [address])
+    assert peer.make("inside:in_child", "init_inherited", end, engine_options(), info, key, desc) == {
+        "value": 7,
+        "exit": 0,
+    }
+    assert parent.link_clusters([info], 5000)[0] == 0
