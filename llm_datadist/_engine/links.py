@@ -684,6 +684,8 @@ class Links:
         limit_ns = timeout_ms * 1_000_000
         wait = self.terms.cache_manager
         if not link.turn.claim(use, time.monotonic_ns() + limit_ns if wait else None):
+            if link.state is not State.READY:
+                raise self.not_linked(link.cluster_id, link)
             raise LLMException(
                 f"the link with cluster {link.cluster_id} is in use by another operation",
                 status_code=LLMStatusCode.LLM_TIMEOUT if wait else LLMStatusCode.LLM_LINK_BUSY,
@@ -737,7 +739,9 @@ class Links:
     def _end(self, link: Link, deadline_ns: int, *, tell: bool) -> LLMStatusCode:
         """Remove a link between two transfers, and tell the peer."""
         use = Use()
-        if not link.turn.claim(use, deadline_ns if self.terms.cache_manager else None):
+        # A link that broke may be having its memory released just now, which is no transfer, and short.
+        wait = self.terms.cache_manager or link.state is not State.READY
+        if not link.turn.claim(use, deadline_ns if wait else None):
             get_logger().error("cluster %d is not unlinked: a transfer is under way", link.cluster_id)
             return LLMStatusCode.LLM_UNLINK_FAILED if self.terms.cache_manager else LLMStatusCode.LLM_LINK_BUSY
         result = LLMStatusCode.LLM_SUCCESS
