@@ -11,6 +11,7 @@ from typing import Any
 
 import memory
 import pytest
+import traces
 import users
 from ends import End, desc
 from expect import failure
@@ -268,23 +269,27 @@ def test_threads_that_cannot_start_do_not_use_up_the_listener(peer: Peer, monkey
         here.close()
 
 
-def test_the_longest_time_to_meet() -> None:
-    """S-150: 136 years are more than a wait of the system takes; the communicator waits all the same."""
-    here = End(None, 2, link_total_time=2**32 - 1)
+def test_the_longest_time_to_meet(peer: Peer) -> None:
+    """S-150, S-152: 136 years are longer than any wait of the system; members wait, meet and unlink all the same."""
+    there, here = End(peer, 1, link_total_time=2**32 - 1), End(None, 2, link_total_time=2**32 - 1)
     try:
         devices = [{"device_id": "0", "device_ip": f"192.168.10.{i}", "rank_id": str(i)} for i in range(2)]
-        table = {
-            "server_count": "1",
-            "server_list": [{"device": devices, "server_id": "1"}],
-            "status": "completed",
-            "version": "1.0",
-        }
-        comm = here.dd.link("nobody else", {2: 0, 3: 1}, json.dumps(table))
-        time.sleep(0.3)
+        servers = [{"device": devices, "server_id": "1"}]
+        table = {"server_count": "1", "server_list": servers, "status": "completed", "version": "1.0"}
+        members = ({1: 0, 2: 1}, json.dumps(table))
+        comm = here.dd.link("nobody else comes", *members)
+        time.sleep(0.2)
         assert here.dd.query_register_mem_status(comm) is RegisterMemStatus.PREPARING
         begin = time.monotonic()
         here.dd.unlink(comm)
         assert time.monotonic() - begin < 5
+        comm = here.dd.link("both come", *members)
+        there.dd.link("both come", *members)
+        traces.wait_until(
+            lambda: here.dd.query_register_mem_status(comm) is not RegisterMemStatus.PREPARING, "the end of preparation"
+        )
+        assert here.dd.query_register_mem_status(comm) is RegisterMemStatus.OK
+        here.dd.unlink(comm)
     finally:
         here.close()
 

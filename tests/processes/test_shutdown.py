@@ -26,26 +26,34 @@ if mode == "cm":
 dd = LLMDataDist(LLMRole.DECODER, 2)
 dd.init(config.generate_options())
 manager = dd.cache_manager if mode == "cm" else dd.kv_cache_manager
-desc = CacheDesc(1, [4, 64 << 20], DataType.DT_UINT8)
+desc = CacheDesc(4, [1, 64 << 20], DataType.DT_UINT8)
 started = threading.Event()
 
 if what == "copy":
     one, other = manager.allocate_cache(desc), manager.allocate_cache(desc)
-    step = lambda: [manager.copy_cache(one, other, i, i) for i in range(4)]
+    step = lambda: manager.copy_cache(one, other)
 else:
     mine = manager.allocate_blocks_cache(desc)
-    memory = mmap.mmap(-1, desc.size)
+    memory = mmap.mmap(-1, 4 * desc.size)
     at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    host = CacheDesc(1, [4, 64 << 20], DataType.DT_UINT8, placement=Placement.HOST)
-    host = KvCache.create_cpu_cache(host, [at])
-    step = lambda: manager.swap_blocks(host, mine, {0: 0, 1: 1, 2: 2, 3: 3})
+    host = KvCache.create_cpu_cache(
+        CacheDesc(4, [1, 64 << 20], DataType.DT_UINT8, placement=Placement.HOST), [at + i * desc.size for i in range(4)]
+    )
+    step = lambda: manager.swap_blocks(host, mine, {0: 0})
 
+copy = dd._engine.backend.copy
+def late(*args, **kwargs):
+    started.set()
+    if how == "finalize":
+        time.sleep(0.2)
+    copy(*args, **kwargs)
+
+dd._engine.backend.copy = late
 told = []
 def work():
     try:
         while True:
             step()
-            started.set()
     except LLMException as error:
         told.append(error.status_code.name)
 
