@@ -31,6 +31,8 @@ MAX_NAME = 107
 MAX_FDS = 192
 #: How soon to try again when the process had no descriptor left for a new connection.
 RETRY_S = 1.0
+#: The service thread never waits long, so neither does who waits for it.
+RELEASE_S = 5.0
 #: Longer waits overflow poll(); who waits longer is woken and waits again, or gives up after eleven days.
 LONGEST_S = 1e6
 SO_PEERPIDFD = 77  # Linux 6.5; not yet in the socket module
@@ -280,13 +282,16 @@ class Service:
         self.call(job)
 
     def release(self, sock: socket.socket) -> None:
-        """Forget a listener and close it."""
+        """Forget a listener and close it: when this returns, nobody reaches it, and others can listen there."""
+        released = threading.Event()
 
         def job() -> None:
             self._forget(sock)
             sock.close()
+            released.set()
 
         self.call(job)
+        released.wait(RELEASE_S)
 
     def stop(self, deadline_ns: int) -> bool:
         """End the thread; say whether it ended in time."""

@@ -42,7 +42,6 @@ HANDSHAKE_NS = 60 * 10**9
 #: A client that has connected greets at once; silent ones must not keep the workers for long.
 HELLO_NS = 5 * 10**9
 REMEMBERED = 1024
-RELEASE_S = 5
 REPLY_NS = 10**8
 
 
@@ -229,10 +228,6 @@ class Links:
         self._listeners = [item for item in self._listeners if item[1] not in closed]
         for sock in closed:
             self._service.release(sock)
-        # Nobody can link at the old addresses, and others can listen there, when this returns.
-        released = threading.Event()
-        self._service.call(released.set)
-        released.wait(RELEASE_S)
 
     def any_made(self) -> bool:
         """Say whether a user of this side has made a link that is still known."""

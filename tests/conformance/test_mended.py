@@ -277,7 +277,7 @@ def test_the_longest_time_to_meet(peer: Peer) -> None:
         servers = [{"device": devices, "server_id": "1"}]
         table = {"server_count": "1", "server_list": servers, "status": "completed", "version": "1.0"}
         members = ({1: 0, 2: 1}, json.dumps(table))
-        comm = here.dd.link("nobody else comes", *members)
+        comm = here.dd.link("both come", *members)
         time.sleep(0.2)
         assert here.dd.query_register_mem_status(comm) is RegisterMemStatus.PREPARING
         begin = time.monotonic()
