@@ -139,8 +139,9 @@ def test_trans_str_ip():
     assert trans_str_ip("127.0.0.1") == 16777343
     assert trans_str_ip("::ffff:127.0.0.1") == 16777343
     assert trans_str_ip(5) == 5
-    with pytest.raises(RuntimeError):
-        trans_str_ip("::1")
+    for text in ("::1", "1.1.1", "1", "0x7f.0.0.1", "256.0.0.1", "host", ""):
+        with pytest.raises(RuntimeError):
+            trans_str_ip(text)
     with pytest.raises(TypeError):
         trans_str_ip(None)
 

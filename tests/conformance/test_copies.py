@@ -420,14 +420,27 @@ def test_e295_deallocated_and_devices(end: End) -> None:
     device, cpu, addresses = swap_pair(end, desc(2, 8, 16, HOST), 8)
     if not end.cm:
         two = KvCache.create_cpu_cache(desc(2, 8, 16, HOST), [addresses, addresses])
-        with refuses(PARAM_INVALID, "devices"):
-            end.manager.swap_blocks(two, device, {0: 1})
+        for arguments in ((two, device), (device, two)):
+            with refuses(PARAM_INVALID, "devices"):
+                end.manager.swap_blocks(*arguments, {0: 1})
         end.untouched(device, desc(2, 8, 16))
     (end.manager.deallocate_blocks_cache if end.cm else end.manager.deallocate_cache)(device)
     for arguments in ((cpu, device), (device, cpu)):
         for mapping in ({0: 1}, {}):
             with refuses(PARAM_INVALID, "deallocated"):
                 end.manager.swap_blocks(*arguments, mapping)
+
+
+def test_e295_both_deallocated(cm_end: End) -> None:
+    """E-295: also when neither side has addresses left, so that none is missing beside the other."""
+    device = cm_end.allocate(desc(2, 8, 16), blocks=True)
+    host = cm_end.manager.allocate_blocks_cache(desc(2, 8, 16, HOST))
+    for cache in (device, host):
+        cm_end.manager.deallocate_blocks_cache(cache)
+    for arguments in ((host, device), (device, host)):
+        for mapping in ({0: 1}, {}):
+            with refuses(PARAM_INVALID, "deallocated"):
+                cm_end.manager.swap_blocks(*arguments, mapping)
 
 
 def test_e296_no_memory_at_the_address(end: End) -> None:
