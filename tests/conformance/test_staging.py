@@ -232,6 +232,12 @@ def test_areas_are_given_back(pair: Pair) -> None:
         pair.here.manager.pull_blocks(BlocksCacheKey(1, 7), pair.here.room, range(4), range(4))
         pair.here.unlink(pair.owner)
     assert memory.read(pair.here.room.tensor_addrs[1], members.DESC.size) == own(1, 1, members.DESC).tobytes()
+
+
+def test_no_area_is_left(pair: Pair) -> None:
+    """Staging for one link more than there are areas is refused; the link stays good for what needs no staging."""
+    pair.register(members.DESC, BlocksCacheKey(1, 7), blocks=True)
+    # Before the first link: an area that is given back by the owner's thread would still be counted after.
     pair.peer.make("members:shrink_staging", 0)
     pair.link()
     with refuses(Code.LLM_FAILED, "too many links"):
