@@ -121,22 +121,37 @@ class Pair:
     """The two ends of one link, as the control connection knows them.
 
     ``control`` is the connected socket and ``pidfd`` a descriptor of the peer's process, or -1 where there
-    is none. An endpoint polls both for liveness and never reads, writes or closes them.
+    is none. An endpoint polls both for liveness and never reads, writes or closes them. ``pid`` is -1 where it is not
+    known, as on another host.
     """
 
     control: socket.socket
     pid: int
     pidfd: int
+    #: Names the link on both sides alike; never used before.
+    name: str
+    #: Tells the two sides apart: true on exactly one of them.
+    first: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What the engine may expect of a backend."""
 
-    #: Directory and board of a peer are mapped memory.
+    #: Directory and board of a peer are mapped memory. Else the peer is asked for their words over control.
     mapped_words: bool
     #: Bytes to which tensors in a pool must be aligned.
     alignment: int
+    #: Pools and windows take memory only where they are used, so they may be larger than what there is.
+    sparse: bool
+    #: The processor can read and write DEVICE memory at its address. Else only `Backend.load` and `Backend.store` can.
+    host_access: bool
+    #: Memory can be registered when links stand, and is reached over them. Else it is staged on them.
+    late_regions: bool
+    #: Peers may be on other hosts: control runs over TCP, and no descriptors are passed.
+    network: bool
+    #: An engine can link to itself.
+    self_link: bool
 
 
 class Endpoint(ABC):
@@ -152,7 +167,8 @@ class Endpoint(ABC):
         Raises
         ------
         BackendError
-            ``INVALID`` when the range is not inside the region: what a peer says is not trusted.
+            ``INVALID`` when the range is not inside the region: what a peer says is not trusted. ``UNSUPPORTED`` when no
+            way leads there, so that the bytes must be staged.
         """
 
     @abstractmethod
@@ -168,7 +184,8 @@ class Endpoint(ABC):
         plan : Plan
             Source bases come from `locate`; destination bases are addresses of this process.
         guard : Guard or None
-            Words of the peer's directory that must hold given values before and after.
+            Words of the peer's directory that must hold given values before and after; always None without
+            `Capabilities.mapped_words`.
         deadline_ns : int
             On ``time.monotonic_ns()``.
         route : int
@@ -190,7 +207,14 @@ class Endpoint(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Unmap and forget the peer's memory. Idempotent. Never called while a transfer runs."""
+        """Forget the peer's memory. Idempotent, and does not wait: what takes time goes on elsewhere.
+
+        Never called while a transfer of this side runs.
+        """
+
+    @abstractmethod
+    def revoked(self) -> bool:
+        """Say whether the peer is proved to be unable to write into memory of this side, once closed."""
 
 
 class Backend(ABC):
@@ -216,7 +240,13 @@ class Backend(ABC):
 
     @abstractmethod
     def reserve(self, device: int, nbytes: int | None, kind: MemoryKind) -> Region:
-        """Reserve a pool that peers can read and write; ``None`` means as large as is sensible."""
+        """Reserve a pool that peers can read and write; ``None`` means as large as is sensible.
+
+        Raises
+        ------
+        BackendError
+            ``OUT_OF_MEMORY``, with the numbers.
+        """
 
     @abstractmethod
     def commit(self, region: Region, offset: int, nbytes: int) -> None:
@@ -266,8 +296,35 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def load(self, address: int, nbytes: int) -> bytes:
+        """Give some bytes of this engine's memory, of either kind.
+
+        Raises
+        ------
+        BackendError
+            ``INVALID`` for an address without memory; never a signal.
+        """
+
+    @abstractmethod
+    def store(self, address: int, data: bytes) -> None:
+        """Put some bytes into this engine's memory; like `load` the other way round."""
+
+    @abstractmethod
+    def remap(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Tell the driver that (address, bytes) of registered memory have new pages, after a memory fault was repaired.
+
+        Raises
+        ------
+        BackendError
+            ``INVALID`` when a range is not registered.
+        """
+
+    @abstractmethod
     def hold(self, region: Region) -> object:
-        """Give an object that keeps the region readable, past `close`, as long as the object lives."""
+        """Give an object that keeps the region readable, past `close`, as long as the object lives.
+
+        Without `Capabilities.host_access` nothing is readable past `close`, and None does.
+        """
 
     @abstractmethod
     def export(self) -> Export:
@@ -275,7 +332,11 @@ class Backend(ABC):
 
     @abstractmethod
     def connect(self, peer: Export, pair: Pair, deadline_ns: int) -> Endpoint:
-        """Open the data path to a peer. Takes over ``peer.fds``: closes them, also on failure."""
+        """Open the data path to a peer. Takes over ``peer.fds``: closes them, also on failure.
+
+        Both sides call it at the same time, on threads of their own, and it may wait for the other side's call, as long
+        as the deadline allows. ``pair.control`` is the engine's while it runs.
+        """
 
 
 def make_backend(name: str) -> Backend:
