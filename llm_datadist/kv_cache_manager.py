@@ -342,9 +342,11 @@ class KvCacheManager(Manager):
         Role DECODER only. The key is not released.
         """
         self._engine.require_open()
-        self._require_role("pull_blocks", LLMRole.DECODER)
-        typed("prompt_cache_key", prompt_cache_key, BlocksCacheKey)
-        self._device_cache("decoder_kv_cache", decoder_kv_cache)
+        if self._role is not LLMRole.DECODER:
+            self._require_role("pull_blocks", LLMRole.DECODER)
+        if not isinstance(prompt_cache_key, BlocksCacheKey):
+            typed("prompt_cache_key", prompt_cache_key, BlocksCacheKey)
+        cache_id = self._device_id("decoder_kv_cache", decoder_kv_cache)
         source, destination = self._check_block_lists("prompt_blocks", prompt_blocks, "decoder_blocks", decoder_blocks)
         layers = self._check_layers(decoder_kv_cache, kwargs)
         if kwargs:
@@ -356,7 +358,7 @@ class KvCacheManager(Manager):
             self._engine.transfers.pull_blocks,
             prompt_cache_key.cluster_id,
             self._blocks_key(prompt_cache_key),
-            self._own_id("decoder_kv_cache", decoder_kv_cache),
+            cache_id,
             source,
             destination,
             layers,
@@ -546,6 +548,14 @@ class KvCacheManager(Manager):
     def _require_role(self, name: str, role: LLMRole) -> None:
         if self._role is not role:
             raise refused(ParamInvalid(f"{name} is for role {role}, this cluster's role is {self._role}"))
+
+    def _device_id(self, name: str, cache: KvCache) -> int:
+        """Check that a cache is one of this engine's, and give its id; caches of another engine may have the same."""
+        # Those of this engine are on DEVICE.
+        if not isinstance(cache, KvCache) or cache._collected is not self._dropped:
+            self._device_cache(name, cache)
+            raise self._foreign(name, cache.cache_id)
+        return cache._cache_id
 
     @staticmethod
     def _device_cache(name: str, cache: KvCache) -> None:

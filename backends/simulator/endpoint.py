@@ -100,20 +100,21 @@ class SimulatorEndpoint(Endpoint):
         return offset if pool is None else pool.region.address + offset
 
     def read(self, plan: Plan, guard: hostcopy.Guard | None, deadline_ns: int, route: int) -> None:
-        self._transfer(plan, guard, deadline_ns, route, write=False)
+        self._transfer(plan, guard, deadline_ns, route, False)
 
     def write(self, plan: Plan, guard: hostcopy.Guard | None, deadline_ns: int, route: int) -> None:
-        self._transfer(plan, guard, deadline_ns, route, write=True)
+        self._transfer(plan, guard, deadline_ns, route, True)
 
-    def _transfer(self, plan: Plan, guard: hostcopy.Guard | None, deadline_ns: int, route: int, *, write: bool) -> None:
+    def _transfer(self, plan: Plan, guard: hostcopy.Guard | None, deadline_ns: int, route: int, write: bool) -> None:
         if self._closed:
             raise failures.gone()
         copy: Copy = hostcopy.copy
+        backend = self._backend
         if route == BY_PROCESS:
             copy = _by_process(self._pid, write)
-        elif self._backend.user_memory.wild(plan, written=not write):
+        elif backend.user_memory.any_wild and backend.user_memory.wild(plan, written=not write):
             copy = _by_process(os.getpid(), write)
-        faults = self._backend.faults
+        faults = backend.faults
         try:
             if faults is None:
                 outcome = copy(plan, guard, self._liveness, deadline_ns, self._threads)

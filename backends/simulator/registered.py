@@ -75,10 +75,13 @@ class UserMemory:
             self._own.add(address, address + nbytes)
             self._publish()
 
+    @property
+    def any_wild(self) -> bool:
+        """Whether there is any such range at all."""
+        return bool(self._wild)
+
     def wild(self, plan: Plan, *, written: bool) -> bool:
         """Say whether the sources (or what is ``written``) of a plan may only be touched by the kernel."""
-        if not self._wild:
-            return False
         wild = tuple(self._wild)
         nbytes = plan.runs.destination_end if written else plan.runs.source_end
         bases = [pair[written] for pair in plan.bases.tolist()]

@@ -50,11 +50,11 @@ class Geometry:
     tensor_bytes: int
     kind: MemoryKind = MemoryKind.DEVICE
     blocks: bool = False
+    #: Bytes of one batch slot or block.
+    stride: int = field(init=False)
 
-    @property
-    def stride(self) -> int:
-        """Bytes of one batch slot or block."""
-        return self.tensor_bytes // self.slots
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stride", self.tensor_bytes // self.slots)
 
 
 @dataclass(slots=True)
@@ -552,19 +552,27 @@ class Caches:
     def _held(self, cache_id: int) -> Cache:
         cache = self._caches.get(cache_id)
         if cache is None or not cache.held:
-            raise LLMException(
-                f"cache {cache_id} does not exist in this engine, or was deallocated",
-                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-            )
+            raise self._unheld(cache_id)
         return cache
+
+    @staticmethod
+    def _unheld(cache_id: int) -> LLMException:
+        return LLMException(
+            f"cache {cache_id} does not exist in this engine, or was deallocated",
+            status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+        )
 
     def begin(self, cache_id: int, use: Use) -> Cache:
         """Start to use a cache's memory; `end` must follow."""
         use.caches.append(cache_id)
-        with self._lock:
-            cache = self._held(cache_id)
+        # No lock: who lets a cache go first marks it and then looks for users, so if this looks at the mark after it
+        # has become a user, at least one of the two sees the other.
+        cache = self._caches.get(cache_id)
+        if cache is not None:
             cache.users.add(use)
-            return cache
+            if cache.held:
+                return cache
+        raise self._unheld(cache_id)
 
     def keep(self, cache_ids: Iterable[int], use: Use) -> None:
         """Start to use the memory of those caches that exist."""
@@ -587,13 +595,19 @@ class Caches:
 
     def end(self, use: Use) -> None:
         """Stop to use the memory of all caches that an operation has."""
+        for cache_id in use.caches:
+            cache = self._caches.get(cache_id)
+            if cache is not None:
+                cache.users.discard(use)
+                # As in `begin`: whoever let it go meanwhile has seen this user, or has marked it before this look.
+                if not cache.held and not cache.users:
+                    self._end_of_use(cache)
+
+    def _end_of_use(self, cache: Cache) -> None:
         with self._lock:
-            for cache_id in use.caches:
-                cache = self._caches.get(cache_id)
-                if cache is not None:
-                    cache.users.discard(use)
-                    if not cache.users and cache.withdrawn and not cache.registered:
-                        self._release_if_unused(cache)
+            still_there = self._caches.get(cache.id) is cache
+            if still_there and not cache.users and cache.withdrawn and not cache.registered:
+                self._release_if_unused(cache)
 
     def view(self, cache_id: int) -> tuple[Cache, View]:
         """Give a cache, and an object that keeps its memory while it lives."""

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from llm_datadist._engine.space import Space
@@ -101,11 +101,11 @@ class Record:
     tensors: tuple[tuple[int, int], ...]
     #: (entry number + 1, binding generation) of each slot that was given a key; (0, 0) for a slot without.
     keys: tuple[tuple[int, int], ...]
+    #: Bytes of one batch slot or block.
+    stride: int = field(init=False)
 
-    @property
-    def stride(self) -> int:
-        """Bytes of one batch slot or block."""
-        return self.tensor_bytes // self.slots
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stride", self.tensor_bytes // self.slots)
 
 
 @dataclass(frozen=True, slots=True)

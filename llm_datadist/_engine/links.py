@@ -79,6 +79,9 @@ class State(enum.Enum):
     GONE = "gone"
 
 
+READY = State.READY  # looked at by each transfer; a member of an Enum takes longer to find
+
+
 class Refused(Exception):
     """The other side answered no."""
 
@@ -251,8 +254,8 @@ class Links:
         accepted.
         """
         links = self._routes.get((cluster_id, accepted and not self.terms.cache_manager), ())
-        for link in reversed(links):
-            if link.state is State.READY:
+        for link in links[::-1]:
+            if link.state is READY:
                 return link
         raise self.not_linked(cluster_id, links[-1] if links else None)
 
@@ -756,18 +759,20 @@ class Links:
         """
         use.link = link
         limit_ns = timeout_ms * 1_000_000
-        wait = self.terms.cache_manager
-        if not link.turn.claim(use, time.monotonic_ns() + limit_ns if wait else None):
-            if link.state is not State.READY:
+        if not link.turn.claim(use) and not self._wait_for(link, use, limit_ns):
+            if link.state is not READY:
                 raise self.not_linked(link.cluster_id, link)
             raise LLMException(
                 f"the link with cluster {link.cluster_id} is in use by another operation",
-                status_code=LLMStatusCode.LLM_TIMEOUT if wait else LLMStatusCode.LLM_LINK_BUSY,
+                status_code=LLMStatusCode.LLM_TIMEOUT if self.terms.cache_manager else LLMStatusCode.LLM_LINK_BUSY,
             )
-        if link.state is not State.READY:
+        if link.state is not READY:
             raise self.not_linked(link.cluster_id, link)
-        link.deadline_ns = time.monotonic_ns() + limit_ns
-        return link.deadline_ns
+        link.deadline_ns = deadline_ns = time.monotonic_ns() + limit_ns
+        return deadline_ns
+
+    def _wait_for(self, link: Link, use: Use, limit_ns: int) -> bool:
+        return self.terms.cache_manager and link.turn.claim(use, time.monotonic_ns() + limit_ns)
 
     def give_back(self, use: Use) -> None:
         """End the operation that had the link; if the link went meanwhile, let its memory go."""
@@ -775,7 +780,7 @@ class Links:
         if link is not None:
             link.turn.release(use)
             use.link = None
-            if link.state is not State.READY:
+            if link.state is not READY:
                 self._dispose_if_gone(link)
 
     def unlink(

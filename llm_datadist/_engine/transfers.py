@@ -65,14 +65,16 @@ class Transfers:
         """Pull blocks of a peer's blocks cache into blocks (or slots) of a local cache."""
         cache = self._caches.begin(cache_id, use)
         here = cache.geometry
-        self._check_local(cache, layers)
+        if layers.source is not None or layers.destination is not None:
+            self._check_local(cache, layers)
         if destination.maximum >= here.slots:
             check_index("destination block", destination.maximum, here.slots, f"the blocks of cache {cache.id}")
 
         def runs(found: Found) -> Runs:
             record = found.record
-            check_equal_blocks(record.stride, here.stride)
-            check_index("source block", source.maximum, record.slots, "the blocks of the source cache")
+            if record.stride != here.stride or source.maximum >= record.slots:
+                check_equal_blocks(record.stride, here.stride)
+                check_index("source block", source.maximum, record.slots, "the blocks of the source cache")
             return block_runs(source, destination, record.slots, here.slots, here.stride)
 
         self._pull(use, cluster_id, key, 0, cache, layers, runs, spend=False, blocks=True)
@@ -100,7 +102,8 @@ class Transfers:
         if nbytes <= 0:
             raise ParamInvalid(f"dst_cache_offset is {do}, allowed are 0 to {here.stride - 1}")
         check_span("destination", "dst_cache_offset", do, nbytes, here.stride)
-        self._check_local(cache, layers)
+        if layers.source is not None or layers.destination is not None:
+            self._check_local(cache, layers)
 
         def runs(found: Found) -> Runs:
             stride = found.record.stride
@@ -117,7 +120,8 @@ class Transfers:
         """Pull one batch slot, cut into chunks of a block, into blocks of a local cache."""
         cache = self._caches.begin(cache_id, use)
         here = cache.geometry
-        self._check_local(cache, layers)
+        if layers.source is not None or layers.destination is not None:
+            self._check_local(cache, layers)
         check_index("destination block", destination.maximum, here.slots, f"the blocks of cache {cache.id}")
 
         def runs(found: Found) -> Runs:
@@ -130,8 +134,6 @@ class Transfers:
     @staticmethod
     def _check_local(cache: Cache, layers: Layers) -> None:
         n = layers.per_layer
-        if layers.source is None and layers.destination is None:
-            return
         destination = select("dst_layer_range", layers.destination, n, cache.geometry.num_tensors)
         if layers.source is not None:
             # How many it selects is known here, whether the source has them is not.
@@ -152,7 +154,7 @@ class Transfers:
         same_form: bool = True,
     ) -> None:
         link = self.links.to(cluster_id)
-        use.what = lambda: paths.describe(key, slot)
+        use.what = key, slot
         deadline_ns = self.links.take(link, use, self._timeout_ms)
         token = (key, cache.id, layers)
         while True:
@@ -289,7 +291,7 @@ class Transfers:
         """Write one layer; ``blocks`` says whether the target must be a blocks cache, None takes either."""
         select_tensors("source", source, cache.geometry.num_tensors)
         link = self.links.to(cluster_id)
-        use.what = lambda: paths.describe(key, slot)
+        use.what = key, slot
         deadline_ns = self.links.take(link, use, self._timeout_ms)
         while True:
             found = paths.find(link, key, 0, deadline_ns)
@@ -331,7 +333,7 @@ class Transfers:
         cache = self._caches.begin(cache_id, use)
         span = nbytes(cache)
         link = self.links.to(cluster_id, accepted=not self._rules.cache_manager)
-        use.what = lambda: f"address {addresses[0]:#x}"
+        use.what = addresses[0]
         deadline_ns = self.links.take(link, use, self._timeout_ms)
         while True:
             located = [AddressTable.look_up(link, address, span, deadline_ns) for address in addresses]
@@ -383,7 +385,8 @@ class Transfers:
         """Turn a failure on a link into what the user gets, and break the link where it must be."""
         if use.link is None or not isinstance(error, (BackendError, Unreadable)):
             return error
-        return self._failed(use.link, error, use.what())
+        what = f"address {use.what:#x}" if isinstance(use.what, int) else paths.describe(*use.what)
+        return self._failed(use.link, error, what)
 
     def _failed(self, link: Link, error: BackendError | Unreadable, what: str) -> LLMException:
         if isinstance(error, Unreadable):

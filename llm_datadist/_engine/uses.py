@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    from llm_datadist._engine.directory import Key
     from llm_datadist._engine.board import PeerBoard
     from llm_datadist._engine.links import Link
 
@@ -29,8 +30,8 @@ class Use:
         self.caches: list[int] = []
         self.link: Link | None = None
         self.pin: tuple[PeerBoard, int] | None = None
-        #: What is moved, for the text of a failure.
-        self.what: Callable[[], str] = str
+        #: What is moved, for the text of a failure: a key with a slot, or an address.
+        self.what: tuple[Key, int] | int = 0
 
 
 class Owner(Protocol):

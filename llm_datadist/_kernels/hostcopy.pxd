@@ -41,4 +41,4 @@ cdef class Liveness:
 
 
 cdef int start(dd_copy *state, Plan plan, deadline_ns, threads, begin, end) except -1
-cdef int run(dd_copy *state, dd_worker *work, Guard guard, Liveness liveness) except -1
+cdef int run(dd_copy *state, dd_worker *work, Guard guard, Liveness liveness, bint last_look) except -1

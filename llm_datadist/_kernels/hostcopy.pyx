@@ -129,8 +129,11 @@ cdef int start(dd_copy *state, Plan plan, deadline_ns, threads, begin, end) exce
     return 0
 
 
-cdef int run(dd_copy *state, dd_worker *work, Guard guard, Liveness liveness) except -1:
-    """Do the work between two looks at guard and peer, and say how it went."""
+cdef int run(dd_copy *state, dd_worker *work, Guard guard, Liveness liveness, bint last_look) except -1:
+    """Do the work between two looks at guard and peer, and say how it went.
+
+    Without `last_look`, a peer that has died since the first is only looked for when the guard has changed.
+    """
     cdef bint ended = False
 
     if guard is not None and not guard.holds():
@@ -159,7 +162,9 @@ cdef int run(dd_copy *state, dd_worker *work, Guard guard, Liveness liveness) ex
     # ones, and those of the other threads were done before they were joined.
     dd_acquire_fence()
     changed = guard is not None and not guard.holds()
-    if liveness is not None and not liveness.poll():
+    # Nobody writes to the memory of a peer that has died, and what is mapped of it stays. So where the guard still
+    # holds, a death during a short copy has done it no harm, and looking for one would take longer than the copy.
+    if (changed or last_look) and liveness is not None and not liveness.poll():
         return PEER_GONE
     if changed:
         return TORN
@@ -185,7 +190,7 @@ def copy(
     start(&state, plan, deadline_ns, threads, begin, end)
     if state.bytes > CACHED:
         state.move = dd_kernels[kernel].move
-    return run(&state, dd_work, guard, liveness)
+    return run(&state, dd_work, guard, liveness, last_look=state.bytes > KEEP_GIL)
 
 
 def move(Plan plan not None):
