@@ -32,7 +32,7 @@ MAX_FDS = 192
 #: How soon to try again when the process had no descriptor left for a new connection.
 RETRY_S = 1.0
 #: The service thread never waits long, so neither does who waits for it.
-RELEASE_S = 5.0
+RUN_S = 5.0
 #: Longer waits overflow poll(); who waits longer is woken and waits again, or gives up after eleven days.
 LONGEST_S = 1e6
 SO_PEERPIDFD = 77  # Linux 6.5; not yet in the socket module
@@ -254,6 +254,19 @@ class Service:
         if not self._thread.is_alive():
             self._run_jobs()
 
+    def run(self, job: Callable[[], None]) -> bool:
+        """Run a short job in the service thread, and wait for its end; say whether that came."""
+        ended = threading.Event()
+
+        def then() -> None:
+            try:
+                job()
+            finally:
+                ended.set()
+
+        self.call(then)
+        return ended.wait(RUN_S)
+
     def listen(self, sock: socket.socket, accepted: Callable[[socket.socket], None]) -> None:
         """Accept connections from now on."""
         self.call(lambda: self._register(sock, lambda: self._accept(sock, accepted)))
@@ -283,15 +296,12 @@ class Service:
 
     def release(self, sock: socket.socket) -> None:
         """Forget a listener and close it: when this returns, nobody reaches it, and others can listen there."""
-        released = threading.Event()
 
         def job() -> None:
             self._forget(sock)
             sock.close()
-            released.set()
 
-        self.call(job)
-        released.wait(RELEASE_S)
+        self.run(job)
 
     def stop(self, deadline_ns: int) -> bool:
         """End the thread; say whether it ended in time."""

@@ -52,7 +52,9 @@ LARGEST_RECORD = 16 << 20
 LARGEST_WINDOW = 1 << 30
 
 # header words
-W_MAGIC, W_VERSION, W_INCARNATION, W_STATE, W_TABLE, W_EPOCH, W_CAPACITY = (8 * i for i in range(7))
+W_MAGIC, W_VERSION, W_INCARNATION, W_STATE, W_TABLE, W_EPOCH, W_CAPACITY, W_ALIVE = (8 * i for i in range(8))
+#: A word that holds the value in W_ALIVE as long as the owner's process lives; none if that is 0.
+LIFE_AT = 512
 LINKS_AT = PAGE
 
 #: Flags of a record; POOLED: its engine has a device pool.
@@ -149,6 +151,14 @@ class Directory:
         words.store(self._base + W_VERSION, VERSION)
         words.store(self._base + W_STATE, LIVE)
         words.store(self._base + W_MAGIC, MAGIC)
+
+    def come_alive(self) -> None:
+        """Bind the directory to the calling thread's life, which ends with `let_go` or with the process."""
+        words.store(self._base + W_ALIVE, words.hold_life(self._base + LIFE_AT))
+
+    def let_go(self) -> None:
+        """End what `come_alive` has begun, in the same thread."""
+        words.release_life(self._base + LIFE_AT)
 
     @staticmethod
     def holds(tensors: int, keys: int) -> bool:
@@ -281,6 +291,10 @@ class PeerDirectory(ABC):
         """Make a guard of (offset, value) words, for reads and writes over the link that this directory belongs to."""
 
     @abstractmethod
+    def alive(self) -> bool:
+        """Say whether the directory's owner lives, as far as its words tell."""
+
+    @abstractmethod
     def word(self, offset: int) -> int:
         """Read one word."""
 
@@ -402,9 +416,15 @@ class MappedDirectory(PeerDirectory):
             raise Unreadable("the peer's directory belongs to another incarnation than its greeting said")
         if self.word(W_STATE) != LIVE:
             raise Unreadable("the peer is being finalized")
+        alive = self.word(W_ALIVE)
+        self._life = [(base + LIFE_AT, alive)] if alive else []
 
     def guard(self, expected: Sequence[tuple[int, int]]) -> Guard:
-        return Guard([(self._base + offset, value) for offset, value in expected])
+        pairs = [(self._base + offset, value) for offset, value in expected]
+        return Guard(self._life + pairs, tells_death=bool(self._life))
+
+    def alive(self) -> bool:
+        return all(words.load(address) == value for address, value in self._life)
 
     def word(self, offset: int) -> int:
         return words.load(self._base + offset)

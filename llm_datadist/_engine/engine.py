@@ -79,6 +79,10 @@ class Engine:
                 ) from e
             self.caches = Caches(backend, self._directory, board, pools, config.cache_manager)
             undo.callback(lambda: self._service.stop(time.monotonic_ns() + CLOSE_NS))
+            if backend.capabilities.mapped_words:
+                # Peers look at a word of the directory to see that this process lives.
+                self._service.run(self._directory.come_alive)
+                undo.callback(lambda: self._service.run(self._directory.let_go))
             terms = Terms(
                 config.cluster_id,
                 incarnation,
@@ -297,6 +301,8 @@ class Engine:
             get_logger().info("at finalize %s", left)
 
     def _close_memory(self, deadline_ns: int) -> None:
+        if self.backend.capabilities.mapped_words:
+            self._service.run(self._directory.let_go)
         stopped = self._service.stop(deadline_ns)
         if self.caches.wait_unused(deadline_ns) and stopped:
             self.backend.close()

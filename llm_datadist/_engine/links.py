@@ -186,7 +186,7 @@ class Link:
 
     def usable(self) -> bool:
         """Look at state and liveness; a peer found dead breaks the link."""
-        if self.state is State.READY and not self.endpoint.alive():
+        if self.state is State.READY and not (self.directory.alive() and self.endpoint.alive()):
             self.break_("the peer's process or connection has ended (peer gone)")
         return self.state is State.READY
 

@@ -28,6 +28,7 @@ cdef struct GuardWord:
 
 cdef class Guard:
     cdef int count
+    cdef bint tells_death
     cdef GuardWord words[8]
 
     cdef bint holds(self) noexcept
@@ -41,4 +42,4 @@ cdef class Liveness:
 
 
 cdef int start(dd_copy *state, Plan plan, deadline_ns, threads, begin, end) except -1
-cdef int run(dd_copy *state, dd_worker *work, Guard guard, Liveness liveness, bint last_look) except -1
+cdef int run(dd_copy *state, dd_worker *work, Guard guard, Liveness liveness) except -1

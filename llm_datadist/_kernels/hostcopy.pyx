@@ -63,13 +63,16 @@ cdef int kernel = DD_PLAIN
 cdef class Guard:
     """At most eight (address, value) pairs of 8-byte words that must hold their value before and after a copy.
 
+    With `tells_death` one of them changes when the peer dies, so that the peer need not be looked at besides.
+
     Raises
     ------
     ValueError
         More than eight pairs; an address that is 0 or not a multiple of 8; a number outside 0 to 2**64 - 1.
     """
 
-    def __cinit__(self, words):
+    def __cinit__(self, words, bint tells_death=False):
+        self.tells_death = tells_death
         for address, value in words:
             if self.count == 8:
                 raise ValueError("words has more than 8 pairs")
@@ -129,16 +132,19 @@ cdef int start(dd_copy *state, Plan plan, deadline_ns, threads, begin, end) exce
     return 0
 
 
-cdef int run(dd_copy *state, dd_worker *work, Guard guard, Liveness liveness, bint last_look) except -1:
-    """Do the work between two looks at guard and peer, and say how it went.
+cdef int torn(Liveness liveness) noexcept:
+    """Say why a guard has changed during a copy."""
+    return TORN if liveness is None or liveness.poll() else PEER_GONE
 
-    Without `last_look`, a peer that has died since the first is only looked for when the guard has changed.
-    """
+
+cdef int run(dd_copy *state, dd_worker *work, Guard guard, Liveness liveness) except -1:
+    """Do the work between two looks at guard and peer, and say how it went."""
     cdef bint ended = False
+    cdef bint look = liveness is not None and not (guard is not None and guard.tells_death)
 
     if guard is not None and not guard.holds():
         return STALE
-    if liveness is not None and not liveness.poll():
+    if look and not liveness.poll():
         return PEER_GONE
 
     while not ended:
@@ -150,10 +156,10 @@ cdef int run(dd_copy *state, dd_worker *work, Guard guard, Liveness liveness, bi
         if not ended:
             PyErr_CheckSignals()
             # A long copy of what is no longer there would only keep its caller waiting.
-            if liveness is not None and not liveness.poll():
+            if look and not liveness.poll():
                 return PEER_GONE
             if guard is not None and not guard.holds():
-                return TORN
+                return torn(liveness)
 
     # The reader's half of a sequence lock. The owner changes the guard words before it reuses the memory, so
     # bytes of the new use can be in the copy only if a guard word read *after* the copy has changed. That needs the
@@ -161,13 +167,10 @@ cdef int run(dd_copy *state, dd_worker *work, Guard guard, Liveness liveness, bi
     # or not, play no part in it); elsewhere the fence keeps all earlier loads of this thread before all later
     # ones, and those of the other threads were done before they were joined.
     dd_acquire_fence()
-    changed = guard is not None and not guard.holds()
-    # Nobody writes to the memory of a peer that has died, and what is mapped of it stays. So where the guard still
-    # holds, a death during a short copy has done it no harm, and looking for one would take longer than the copy.
-    if (changed or last_look) and liveness is not None and not liveness.poll():
+    if guard is not None and not guard.holds():
+        return torn(liveness)
+    if look and not liveness.poll():
         return PEER_GONE
-    if changed:
-        return TORN
     return TIMED_OUT if state.timed_out else DONE
 
 
@@ -190,7 +193,7 @@ def copy(
     start(&state, plan, deadline_ns, threads, begin, end)
     if state.bytes > CACHED:
         state.move = dd_kernels[kernel].move
-    return run(&state, dd_work, guard, liveness, last_look=state.bytes > KEEP_GIL)
+    return run(&state, dd_work, guard, liveness)
 
 
 def move(Plan plan not None):

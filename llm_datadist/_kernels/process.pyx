@@ -51,7 +51,7 @@ def transfer(
     state.pid = pid
     state.write = write
     state.error = 0
-    outcome = run(&state.copy, dd_transfer_work, guard, liveness, last_look=True)
+    outcome = run(&state.copy, dd_transfer_work, guard, liveness)
     if state.error and outcome in (DONE, TIMED_OUT):
         raise failure(&state)
     return outcome

@@ -27,6 +27,21 @@ cdef extern from "atomics.h" nogil:
     void dd_release_fence()
     void dd_full_fence()
 
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_mutex_t:
+        pass
+    ctypedef struct pthread_mutexattr_t:
+        pass
+    int PTHREAD_MUTEX_ROBUST
+    int PTHREAD_PROCESS_SHARED
+    int pthread_mutexattr_init(pthread_mutexattr_t *)
+    int pthread_mutexattr_destroy(pthread_mutexattr_t *)
+    int pthread_mutexattr_setrobust(pthread_mutexattr_t *, int)
+    int pthread_mutexattr_setpshared(pthread_mutexattr_t *, int)
+    int pthread_mutex_init(pthread_mutex_t *, const pthread_mutexattr_t *)
+    int pthread_mutex_lock(pthread_mutex_t *)
+    int pthread_mutex_unlock(pthread_mutex_t *)
+
 cdef enum Layout:
     ENTRY_WORDS = 8
     RECORD_FRAME = 4          # generation, bytes, checksum, end generation
@@ -62,6 +77,40 @@ def store(size_t address, uint64_t value):
     """Write a word (release), then a full fence: nothing that this thread reads later is older than the word."""
     dd_store_release(<uint64_t *>address, value)
     dd_full_fence()
+
+
+def hold_life(size_t address):
+    """Make a word that the kernel changes when the calling thread ends, however it ends; return its value until then.
+
+    It is the first word of a robust mutex, which holds the owner's thread id. The kernel marks it while the thread
+    goes, before anybody can learn of that in another way, and nothing needs to be asked to find out. `address` has room
+    for a mutex. `release_life` must follow, in the same thread, before the memory goes.
+
+    Raises
+    ------
+    OSError
+        The system has no such mutexes.
+    """
+    cdef pthread_mutex_t *mutex = <pthread_mutex_t *>address
+    cdef pthread_mutexattr_t attributes
+    cdef int error = pthread_mutexattr_init(&attributes)
+    if error == 0:
+        error = pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST)
+        if error == 0:
+            error = pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED)
+        if error == 0:
+            error = pthread_mutex_init(mutex, &attributes)
+        pthread_mutexattr_destroy(&attributes)
+    if error == 0:
+        error = pthread_mutex_lock(mutex)  # nobody else ever locks it, so this does not wait
+    if error != 0:
+        raise OSError(error, "a robust mutex can't be made")
+    return dd_load_acquire(<const uint64_t *>address)
+
+
+def release_life(size_t address):
+    """Give up what `hold_life` made."""
+    pthread_mutex_unlock(<pthread_mutex_t *>address)
 
 
 def retire(size_t address, uint64_t generation):
