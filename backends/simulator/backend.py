@@ -48,7 +48,7 @@ class SimulatorBackend(Backend):
         Says how much memory may still be taken; by default what the kernel tells.
     """
 
-    capabilities = Capabilities(mapped_words=True, alignment=512)
+    capabilities = Capabilities(mapped_words=True, alignment=512, network=False)
 
     def __init__(self, room: Callable[[], limits.Room] = limits.room) -> None:
         #: Faults for tests; nothing is looked at or counted while it is None.

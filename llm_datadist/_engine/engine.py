@@ -14,10 +14,12 @@ from llm_datadist._engine import codes, forks
 from llm_datadist._engine.board import Board
 from llm_datadist._engine.caches import Caches, Pool
 from llm_datadist._engine.communicators import Communicators
-from llm_datadist._engine.control import Service
+from llm_datadist._engine.control import Carrier, Service
 from llm_datadist._engine.copies import Copies
 from llm_datadist._engine.directory import Directory
 from llm_datadist._engine.links import LinkRequest, Links, Terms
+from llm_datadist._engine.local import Local
+from llm_datadist._engine.network import Network
 from llm_datadist._engine.paths import Rules
 from llm_datadist._engine.space import Space
 from llm_datadist._engine.staging import STAGING_BYTES, Staging
@@ -83,18 +85,21 @@ class Engine:
                 config.remote_accessible,
                 len(config.devices),
             )
-            self.links = Links(backend, self._directory, board, terms, config.namespace, self._service)
+            carrier: Carrier = Local(config.namespace)
+            if backend.capabilities.network:
+                carrier = Network(self._service, config.secret, config.allow_insecure)
+            self.links = Links(backend, self._directory, board, terms, carrier, self._service)
             self.caches.proved_gone = self.links.proved_gone
             self.staging = Staging(backend, staged, self.caches, self.links)
             self.links.listen(config.listen)
             self.communicators = Communicators(
                 self.links,
                 self._service,
-                config.namespace,
+                carrier,
                 config.cluster_id,
                 config.link_total_time_s,
                 config.link_retry_count,
-                config.loopback,
+                config.loopback and not backend.capabilities.network,
             )
             rules = Rules(config.cache_manager, config.remote_accessible, config.device_pool is not None)
             self.transfers = Transfers(self.caches, self.links, self.staging, config.sync_timeout_ms, rules)
