@@ -16,6 +16,7 @@ from conftest_support import open_things
 from hosts import host
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from logged import logged
 
 from llm_datadist import LLMException
 from llm_datadist import LLMStatusCode as Code
@@ -25,7 +26,6 @@ from llm_datadist._engine.challenge import PREAMBLE_SIZE, PROOF_SIZE, REFUSAL, R
 from llm_datadist._engine.control import Channel, Gone, NotThere, Service, TimedOut
 from llm_datadist._engine.network import Network
 from llm_datadist._engine.wire import Frame, Kind, Malformed
-from llm_datadist._log import get_logger
 
 LIMIT_S = 20
 SECRET = b"of this test, and of no other"
@@ -319,7 +319,6 @@ def test_listeners_that_are_none_of_ours(
 )
 def test_secrets_that_differ(
     serve: Callable[..., Server],
-    caplog: pytest.LogCaptureFixture,
     mine: bytes | None,
     theirs: bytes | None,
     here: str,
@@ -327,11 +326,11 @@ def test_secrets_that_differ(
 ) -> None:
     """Both sides say what is wrong; nobody is accepted."""
     server = serve(mine)
-    with caplog.at_level("WARNING", get_logger().name):
+    with logged() as texts:
         with pytest.raises(PermissionError, match=there):
             client(server, theirs)
         check(server, mine)
-    assert here in caplog.text
+    assert here in str(texts)
     assert server.channels.empty()
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from conftest_support import open_things
 from hosts import free_address, host
+from logged import logged
 from members import options as cm_options
 from networked import Networked
 from pairs import options
@@ -27,7 +28,6 @@ from llm_datadist._engine.communicators import CommState
 from llm_datadist._engine.engine import Engine
 from llm_datadist._engine.links import LinkRequest
 from llm_datadist._engine.wire import HEADER, Frame, Kind, encode
-from llm_datadist._log import get_logger
 from llm_datadist._options import parse_options
 
 LIMIT_S = 20
@@ -90,9 +90,7 @@ def test_links(secret: str, make: Callable[..., Engine]) -> None:
     link(client, address)
 
 
-def test_secrets_that_differ(
-    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_secrets_that_differ(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """No link, and both ways to mend it are said; the right client links afterwards."""
     address = free_address()
     good = None
@@ -105,11 +103,11 @@ def test_secrets_that_differ(
         else:
             clients.append(make(3 + len(clients)))
     for client, why in zip(clients, ("does not know the secret", "this side has none"), strict=True):
-        with caplog.at_level("WARNING", get_logger().name):
+        with logged() as texts:
             result = client.link_clusters([request_of(address)], LIMIT_S * 1000)
         assert result == (Code.LLM_LINK_FAILED, [Code.LLM_LINK_FAILED])
-        assert f"refused the listener at {address}" in caplog.text
-        assert why in caplog.text
+        assert f"refused the listener at {address}" in str(texts)
+        assert why in str(texts)
     assert good is not None
     link(good, address)
 
@@ -117,7 +115,7 @@ def test_secrets_that_differ(
 def test_init_that_would_be_open_to_all(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused, with nothing left; allowed with a warning that is given once."""
     before = open_things()
-    wild = Address("0.0.0.0", free_address().port)
+    wild = free_address("0.0.0.0")
     with refuses(Code.LLM_PARAM_INVALID, wild, "LLM_DATADIST_SECRET_FILE", "LLM_DATADIST_ALLOW_INSECURE=1"):
         make(1, wild)
     assert open_things() == before
@@ -276,26 +274,26 @@ def test_rank_tables(secret: str, make: Callable[..., Engine]) -> None:
         member.communicators.unlink(comm, time.monotonic_ns() + LIMIT_S * 10**9)
 
 
-def test_a_taken_meeting_place(make: Callable[..., Engine], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_taken_meeting_place(make: Callable[..., Engine]) -> None:
     """S-152: FAILED at once, and the place is named."""
     member = make(10, cm=True)
     comm = member.communicators
     place = comm._carrier.meeting_place("", 0, json.loads(table_of(2)))
     with pytest.MonkeyPatch.context() as patch, socket.create_server((place.host, place.port)):
         patch.setattr(comm._carrier, "meeting_place", lambda *_: place)
-        with caplog.at_level("ERROR", get_logger().name):
+        with logged() as texts:
             assert settled(member, comm.link("name", {10: 0, 11: 1}, table_of(2))) is CommState.FAILED
-    assert f"cannot listen at {place}: another engine or process holds the port" in caplog.text
+    assert f"cannot listen at {place}: another engine or process holds the port" in str(texts)
 
 
-def test_a_meeting_place_open_to_all(make: Callable[..., Engine], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_meeting_place_open_to_all(make: Callable[..., Engine]) -> None:
     """Without a secret there is none: FAILED, with both ways out."""
     member = make(10, cm=True)
     table = table_of(2).replace(host(), "192.0.2.1")
-    with caplog.at_level("ERROR", get_logger().name):
+    with logged() as texts:
         assert settled(member, member.communicators.link("name", {10: 0, 11: 1}, table)) is CommState.FAILED
-    assert "LLM_DATADIST_SECRET_FILE" in caplog.text
-    assert "LLM_DATADIST_ALLOW_INSECURE" in caplog.text
+    assert "LLM_DATADIST_SECRET_FILE" in str(texts)
+    assert "LLM_DATADIST_ALLOW_INSECURE" in str(texts)
 
 
 def test_a_table_without_places(make: Callable[..., Engine]) -> None:

@@ -14,8 +14,8 @@ def host() -> str:
     return f"127.{1 + (pid >> 16) % 254}.{(pid >> 8) % 256}.{1 + pid % 254}"
 
 
-def free_address() -> Address:
-    """Give an address of this process's own host that nobody listens at."""
+def free_address(at: str = "") -> Address:
+    """Give an address that nobody listens at, of this process's own host or another."""
     with socket.socket() as sock:
-        sock.bind((host(), 0))
+        sock.bind((at or host(), 0))
         return Address(*sock.getsockname())
