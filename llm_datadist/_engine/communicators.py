@@ -35,6 +35,8 @@ PREPARING = 16
 DEFAULT_S = 120
 #: How soon to try again to reach a member that does not listen yet.
 RETRY_S = 0.01
+#: How long to try at a time: a host that is down does not answer at all, and `unlink` must not wait for it.
+TRY_NS = 2 * 10**9
 
 
 class CommState(enum.Enum):
@@ -241,8 +243,10 @@ class Communicators:
         attempts = 0
         while True:
             try:
-                channel = self._carrier.connect(comm.places[cluster], comm.deadline_ns)
-            except NotThere as e:
+                channel = self._carrier.connect(
+                    comm.places[cluster], min(comm.deadline_ns, time.monotonic_ns() + TRY_NS)
+                )
+            except (NotThere, TimedOut) as e:
                 with self._changed:
                     if time.monotonic_ns() > comm.deadline_ns:
                         raise TimedOut(f"cluster {cluster} did not come in time: {e}") from None

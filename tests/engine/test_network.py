@@ -444,6 +444,41 @@ def test_the_end_with_silent_clients(serve: Callable[..., Server]) -> None:
         assert hung_up(one) == hung_up(other) == b""
 
 
+def test_a_descriptor_number_that_is_used_again() -> None:
+    """What was ready under a number before is not done to who has the number now."""
+    service = Service("llm_datadist of a test")
+    ends = [socket.socketpair() for _ in range(3)]
+    one, other, late = (pair[0] for pair in ends)
+    for _, there in ends[:2]:
+        there.send(b"x")
+    done: list[str] = []
+    settled = threading.Event()
+
+    def ready(name: str, rival: socket.socket) -> None:
+        # Whichever of the two comes first takes the other's number away, and gives it to a third.
+        done.append(name)
+        number = rival.fileno()
+        service._hang_up(rival, "as the test wants it")
+        os.dup2(late.fileno(), number)
+        again = socket.socket(fileno=number)
+        service.expect(again, 1, limit(), lambda: done.append("late"))
+        service.call(settled.set)
+
+    def start() -> None:
+        service.expect(one, 1, limit(), lambda: ready("one", other))
+        service.expect(other, 1, limit(), lambda: ready("other", one))
+
+    with logged() as texts:
+        service.call(start)
+        assert settled.wait(LIMIT_S)
+    assert service.stop(limit())
+    assert done in (["one"], ["other"])
+    assert not texts
+    for pair in ends:
+        for each in pair:
+            each.close()
+
+
 # ---------------------------------------------------------------------- where members of rank-table links meet
 
 

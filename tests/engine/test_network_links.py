@@ -24,7 +24,7 @@ from llm_datadist import LLMStatusCode as Code
 from llm_datadist._addresses import Address
 from llm_datadist._engine import links
 from llm_datadist._engine.challenge import PREAMBLE_SIZE, make_preamble
-from llm_datadist._engine.communicators import CommState
+from llm_datadist._engine.communicators import CommState, digest
 from llm_datadist._engine.engine import Engine
 from llm_datadist._engine.links import LinkRequest
 from llm_datadist._engine.wire import HEADER, Frame, Kind, encode
@@ -225,8 +225,16 @@ def test_more_clients_than_workers(make: Callable[..., Engine], monkeypatch: pyt
         assert 1 <= most <= links.WORKERS
 
 
-def test_the_end_with_more_clients_than_workers(make: Callable[..., Engine]) -> None:
-    """It does not wait for them, and leaves neither worker nor descriptor."""
+def test_the_end_with_more_clients_than_workers(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not wait for them, starts no worker for those that had none, and leaves no descriptor."""
+    served: list[socket.socket] = []
+    serve = links.Links._serve
+
+    def counted(self: links.Links, sock: socket.socket) -> None:
+        served.append(sock)
+        serve(self, sock)
+
+    monkeypatch.setattr(links.Links, "_serve", counted)
     address = free_address()
     server = make(1, address)
     with contextlib.ExitStack() as closing:
@@ -238,6 +246,7 @@ def test_the_end_with_more_clients_than_workers(make: Callable[..., Engine]) -> 
             assert time.monotonic() < end
             time.sleep(0.002)
         server.close()
+        assert len(served) == links.WORKERS
         assert not [t.name for t in threading.enumerate() if t.name.startswith("llm_datadist link")]
         assert all(map(hung_up, socks))
 
@@ -294,6 +303,17 @@ def test_a_meeting_place_open_to_all(make: Callable[..., Engine]) -> None:
         assert settled(member, member.communicators.link("name", {10: 0, 11: 1}, table)) is CommState.FAILED
     assert "LLM_DATADIST_SECRET_FILE" in str(texts)
     assert "LLM_DATADIST_ALLOW_INSECURE" in str(texts)
+
+
+def test_a_member_that_does_not_answer(make: Callable[..., Engine]) -> None:
+    """S-154: unlink does not wait until the time of the link is over."""
+    member = make(11, cm=True)
+    ranks, table = {10: 0, 11: 1}, table_of(2)
+    place = member.communicators._carrier.meeting_place(digest("name", ranks, json.loads(table)), 0, json.loads(table))
+    with socket.create_server((place.host, place.port)) as silent:
+        comm = member.communicators.link("name", ranks, table)
+        with silent.accept()[0]:
+            member.communicators.unlink(comm, time.monotonic_ns() + LIMIT_S * 10**9)
 
 
 def test_a_table_without_places(make: Callable[..., Engine]) -> None:
