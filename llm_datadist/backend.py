@@ -137,7 +137,7 @@ class Capabilities:
     mapped_words: bool
     #: Bytes to which tensors in a pool must be aligned.
     alignment: int
-    #: Peers may be on other hosts: control runs over TCP, and neither a `Pair` nor an `Export` has descriptors.
+    #: Peers may be on other hosts: control runs over TCP, and no descriptors are passed.
     network: bool
 
 
