@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import importlib
+import os
 import socket
 import warnings
 from abc import ABC, abstractmethod
@@ -42,6 +43,8 @@ class Failure(enum.Enum):
     """Why a backend could not do what it was asked."""
 
     OUT_OF_MEMORY = "out of memory"
+    #: Host memory of a device's driver, where `OUT_OF_MEMORY` is about a pool.
+    HOST_OUT_OF_MEMORY = "out of host memory"
     INVALID = "invalid argument"
     TIMED_OUT = "timed out"
     PEER_GONE = "peer gone"
@@ -49,6 +52,12 @@ class Failure(enum.Enum):
     STALE = "the peer's data changed before the copy"
     #: A guard word differed after the copy: the bytes written are undefined.
     TORN = "the peer's data changed during the copy"
+    LINK_FAILED = "link failed"
+    UNLINK_FAILED = "unlink failed"
+    #: The device reports a fault of its own memory: bytes are lost.
+    DEVICE_MEMORY = "device memory fault"
+    SUSPECT_REMOTE = "memory fault suspected at the peer"
+    CLOSING = "closing"
     UNSUPPORTED = "not supported"
     UNAVAILABLE = "not available"
     FAILED = "failed"
@@ -65,13 +74,16 @@ class BackendError(Exception):
         A full sentence for the user: what failed, with the numbers.
     native_code : int, optional
         The number that the operating system or driver gave (errno on the simulator).
+    breaks_link : bool, optional
+        The endpoint that raised it can't be used any more, though its peer may live.
     """
 
-    def __init__(self, kind: Failure, text: str, native_code: int = 0) -> None:
+    def __init__(self, kind: Failure, text: str, native_code: int = 0, *, breaks_link: bool = False) -> None:
         super().__init__(text)
         self.kind = kind
         self.text = text
         self.native_code = native_code
+        self.breaks_link = breaks_link
 
 
 class MemoryKind(enum.IntEnum):
@@ -121,24 +133,37 @@ class Pair:
     """The two ends of one link, as the control connection knows them.
 
     ``control`` is the connected socket and ``pidfd`` a descriptor of the peer's process, or -1 where there
-    is none. An endpoint polls both for liveness and never reads, writes or closes them.
+    is none. An endpoint polls both for liveness and never reads, writes or closes them. ``pid`` is -1 where it is not
+    known, as on another host.
     """
 
     control: socket.socket
     pid: int
     pidfd: int
+    #: Names the link on both sides alike; never used before.
+    name: str
+    #: Tells the two sides apart: true on exactly one of them.
+    first: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What the engine may expect of a backend."""
 
-    #: Directory and board of a peer are mapped memory.
+    #: Directory and board of a peer are mapped memory. Else the peer is asked for their words over control.
     mapped_words: bool
     #: Bytes to which tensors in a pool must be aligned.
     alignment: int
+    #: Pools and windows take memory only where they are used, so they may be larger than what there is.
+    sparse: bool
+    #: The processor can read and write DEVICE memory at its address. Else only `Backend.load` and `Backend.store` can.
+    host_access: bool
+    #: Memory can be registered when links stand, and is reached over them. Else it is staged on them.
+    late_regions: bool
     #: Peers may be on other hosts: control runs over TCP, and no descriptors are passed.
     network: bool
+    #: An engine can link to itself.
+    self_link: bool
 
 
 class Endpoint(ABC):
@@ -154,7 +179,8 @@ class Endpoint(ABC):
         Raises
         ------
         BackendError
-            ``INVALID`` when the range is not inside the region: what a peer says is not trusted.
+            ``INVALID`` when the range is not inside the region: what a peer says is not trusted. ``UNSUPPORTED`` when
+            no way leads there, so that the bytes must be staged.
         """
 
     @abstractmethod
@@ -170,7 +196,8 @@ class Endpoint(ABC):
         plan : Plan
             Source bases come from `locate`; destination bases are addresses of this process.
         guard : Guard or None
-            Words of the peer's directory that must hold given values before and after.
+            Words of the peer's directory that must hold given values before and after; always None without
+            `Capabilities.mapped_words`.
         deadline_ns : int
             On ``time.monotonic_ns()``.
         route : int
@@ -192,7 +219,14 @@ class Endpoint(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Unmap and forget the peer's memory. Idempotent. Never called while a transfer runs."""
+        """Forget the peer's memory. Idempotent, and does not wait: what takes time goes on elsewhere.
+
+        Never called while a transfer of this side runs.
+        """
+
+    @abstractmethod
+    def revoked(self) -> bool:
+        """Say whether the peer is proved to be unable to write into memory of this side, once closed."""
 
 
 class Backend(ABC):
@@ -218,7 +252,13 @@ class Backend(ABC):
 
     @abstractmethod
     def reserve(self, device: int, nbytes: int | None, kind: MemoryKind) -> Region:
-        """Reserve a pool that peers can read and write; ``None`` means as large as is sensible."""
+        """Reserve a pool that peers can read and write; ``None`` means as large as is sensible.
+
+        Raises
+        ------
+        BackendError
+            ``OUT_OF_MEMORY``, with the numbers.
+        """
 
     @abstractmethod
     def commit(self, region: Region, offset: int, nbytes: int) -> None:
@@ -268,8 +308,35 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def load(self, address: int, nbytes: int) -> bytes:
+        """Give some bytes of this engine's memory, of either kind.
+
+        Raises
+        ------
+        BackendError
+            ``INVALID`` for an address without memory; never a signal.
+        """
+
+    @abstractmethod
+    def store(self, address: int, data: bytes) -> None:
+        """Put some bytes into this engine's memory; like `load` the other way round."""
+
+    @abstractmethod
+    def remap(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Tell the driver that (address, bytes) of registered memory have new pages, after a memory fault was repaired.
+
+        Raises
+        ------
+        BackendError
+            ``INVALID`` when a range is not registered.
+        """
+
+    @abstractmethod
     def hold(self, region: Region) -> object:
-        """Give an object that keeps the region readable, past `close`, as long as the object lives."""
+        """Give an object that keeps the region readable, past `close`, as long as the object lives.
+
+        Without `Capabilities.host_access` nothing is readable past `close`, and None does.
+        """
 
     @abstractmethod
     def export(self) -> Export:
@@ -277,7 +344,11 @@ class Backend(ABC):
 
     @abstractmethod
     def connect(self, peer: Export, pair: Pair, deadline_ns: int) -> Endpoint:
-        """Open the data path to a peer. Takes over ``peer.fds``: closes them, also on failure."""
+        """Open the data path to a peer. Takes over ``peer.fds``: closes them, also on failure.
+
+        Both sides call it at the same time, on threads of their own, and it may wait for the other side's call, as long
+        as the deadline allows. ``pair.control`` is the engine's while it runs.
+        """
 
 
 def make_backend(name: str) -> Backend:
@@ -297,15 +368,17 @@ def make_backend(name: str) -> Backend:
     from importlib.metadata import entry_points
 
     from llm_datadist.backends import BUILT_IN
+    from llm_datadist.backends.acl.probe import is_installed
 
     if name == "auto":
-        # No Ascend runtime is looked for yet: the acl backend is not part of this version.
-        warnings.warn(
-            "llm.Backend is auto and no Ascend runtime was found: using the simulator (host memory, one host)",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-        name = "simulator"
+        # A broken runtime is chosen too, and is an error then: never the simulator in its place.
+        name = "acl" if is_installed(os.environ) else "simulator"
+        if name == "simulator":
+            warnings.warn(
+                "llm.Backend is auto and no Ascend runtime was found: using the simulator (host memory, one host)",
+                RuntimeWarning,
+                stacklevel=4,
+            )
     known = {**{point.name: point.value for point in entry_points(group=ENTRY_POINTS)}, **BUILT_IN}
     if name not in known:
         raise BackendError(Failure.INVALID, f"llm.Backend is {name!r}, allowed are auto, {', '.join(sorted(known))}")

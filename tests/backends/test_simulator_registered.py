@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import users
 
 from llm_datadist._kernels import process
 from llm_datadist._kernels.hostcopy import Guard
@@ -65,16 +66,19 @@ def raises(kind: Failure, text: str, call: Callable[..., object], *args: Any, **
 @pytest.fixture
 def hole() -> Iterator[int]:
     """Give the address of a page that nobody maps, with usable pages on both sides."""
-    whole = mmap.mmap(-1, 3 * PAGE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(whole)) + PAGE
     libc = ctypes.CDLL(None)
-    libc.munmap.argtypes = libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.munmap(address, PAGE)
-    yield address
-    gc.collect()
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
     libc.mmap.restype = ctypes.c_void_p
-    assert libc.mmap(address, PAGE, 0, 0x32, -1, 0) == address  # so that nobody else's page is unmapped with the rest
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    address: int = users.hole()
+    sides = (address - PAGE, address + PAGE)
+    for side in sides:
+        protection, at_this_address = mmap.PROT_READ | mmap.PROT_WRITE, 0x100000
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | at_this_address
+        assert libc.mmap(side, PAGE, protection, flags, -1, 0) == side
+    yield address
+    for side in sides:
+        libc.munmap(side, PAGE)
 
 
 # ---- between processes

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 
 _taken: list[mmap.mmap] = []
+#: Far below where the kernel puts mappings, which is right below the stack, and above programs at fixed addresses.
+_far = itertools.count(0x20_0000_0000, 1 << 20)
 
 
 def take(nbytes: int) -> int:
@@ -20,11 +23,14 @@ def give_back() -> None:
 
 
 def hole() -> int:
-    """Give a page's address where nothing is mapped."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    address: int = libc.mmap(None, 1 << 20, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    libc.munmap(address, 1 << 20)
+    """Give a page's address where nothing is mapped, and where the kernel maps nothing unless it is asked to.
+
+    A range that was just unmapped would not do: the next mapping of the process, by whatever thread, may get it.
+    """
+    page = mmap.PAGESIZE
+    address = next(_far)
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            low, high = (int(number, 16) for number in line.split(maxsplit=1)[0].split("-"))
+            assert high <= address or address + page <= low, f"{address:#x} is mapped: {line}"
     return address
