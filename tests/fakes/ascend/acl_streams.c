@@ -145,6 +145,13 @@ API int fake_release_stream(aclrtStream handle) {
     return 0;
 }
 
+// For tests: how many threads are inside a sync of this stream.
+API int fake_waiting(aclrtStream handle) {
+    LOCKED;
+    struct stream *stream = fake_find(STREAM, handle, NULL);
+    return stream ? stream->waiting : 0;
+}
+
 // Events: what is waited for is the last record at the time of the call.
 
 struct event {
