@@ -161,8 +161,9 @@ struct event {
 
 static struct event *find_event(struct call *call, aclrtEvent handle, int *code) {
     struct event *event = fake_find(EVENT, handle, NULL);
-    *code = event ? ACL_OK
-                  : fake_fail(call, handle ? RT_INVALID_HANDLE : ACL_INVALID_PARAM, "A11", "%p is no live event", handle);
+    *code = event
+                ? ACL_OK
+                : fake_fail(call, handle ? RT_INVALID_HANDLE : ACL_INVALID_PARAM, "A11", "%p is no live event", handle);
     return event;
 }
 

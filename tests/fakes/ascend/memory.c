@@ -1,8 +1,8 @@
 // Device memory that the host can't touch, and pinned host memory.
 //
 // Each physical device has a range of addresses without access rights, at the same place in every process; the bytes
-// are in a second mapping. Large allocations get their pattern at both ends and at the first 2 MiB boundary only, so that
-// they stay sparse; what is between is zero.
+// are in a second mapping. Large allocations get their pattern at both ends and at the first 2 MiB boundary only, so
+// that they stay sparse; what is between is zero.
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>
@@ -79,7 +79,8 @@ static void open_space(int physical) {
     char *reserved = mmap(start, space->size, PROT_NONE, flags | MAP_FIXED_NOREPLACE, -1, 0);
     space->bytes = mmap(NULL, space->size, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (reserved != start || space->bytes == MAP_FAILED) {
-        fprintf(stderr, "fake Ascend driver: no room for %zu bytes of device memory at %p\n", space->size, (void *)start);
+        fprintf(stderr, "fake Ascend driver: no room for %zu bytes of device memory at %p\n", space->size,
+                (void *)start);
         abort();
     }
     space->start = space->next = start;
@@ -148,8 +149,8 @@ int fake_allocate(struct call *call, int physical, size_t size, void **out) {
         space->next = made->span + made->span_size;
     } else {
         made->span_size = up(size, PAGE);
-        made->span = made->start = mmap(NULL, made->span_size, PROT_READ | PROT_WRITE,
-                                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        made->span = made->start =
+            mmap(NULL, made->span_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (made->span == MAP_FAILED) {
             free(made);
             return fake_answer(call, RT_MEMORY_ALLOCATION, "%zu bytes can't be mapped", size);

@@ -1,7 +1,8 @@
-"""What the tests of the fake driver do with it, a function each, and the way they are run: in a process of their own."""
+"""What the tests of the fake driver do with it: functions, and the way they are run, each in a process of its own."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ class Scene(NamedTuple):
 
 
 SCENES: dict[str, Scene] = {}
+MODULES = ("acl_scenes", "hccl_scenes", "process_scenes")
 
 
 def mistake(*ids: str, fresh: bool = False, **environment: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -76,12 +78,10 @@ def equal(found: object, expected: object) -> None:
 
 def main(acl: str, hccl: str, name: str) -> None:
     """Play one scene."""
-    import acl_scenes
-    import hccl_scenes
-    import process_scenes
     from driver import Driver
 
-    assert acl_scenes and hccl_scenes and process_scenes
+    for module in MODULES:
+        importlib.import_module(module)
     scene = SCENES[name]
     os.environ.update(scene.environment)
     if scene.play.__module__ == "process_scenes":
