@@ -226,6 +226,8 @@ def integer(name: str, value: object, low: int, high: int) -> int:
     ValueError
         When it is outside the limits.
     """
+    if type(value) is int and low <= value <= high:
+        return value
     number = any_integer(name, value)
     if not low <= number <= high:
         raise _out_of_range(name, number, low, high)

@@ -276,17 +276,22 @@ class KvCacheManager(Manager):
         Role DECODER only. A pull by request key that has fetched all source tensors releases the key.
         """
         self._engine.require_open()
-        self._require_role("pull_cache", LLMRole.DECODER)
-        check_isinstance("cache_key", cache_key, [CacheKey, CacheKeyByIdAndIndex], allow_none=False)
+        if self._role is not LLMRole.DECODER:
+            self._require_role("pull_cache", LLMRole.DECODER)
+        if not isinstance(cache_key, (CacheKey, CacheKeyByIdAndIndex)):
+            check_isinstance("cache_key", cache_key, [CacheKey, CacheKeyByIdAndIndex], allow_none=False)
         self._device_cache("kv_cache", kv_cache)
         int64("size", size)
         batch_index = uint32("batch_index", batch_index)
         size = check_size(size)
-        source_offset = check_offset("src_cache_offset", kwargs.get("src_cache_offset"))
-        destination_offset = check_offset("dst_cache_offset", kwargs.get("dst_cache_offset"))
+        source_offset = destination_offset = None
+        if kwargs:
+            source_offset = check_offset("src_cache_offset", kwargs.get("src_cache_offset"))
+            destination_offset = check_offset("dst_cache_offset", kwargs.get("dst_cache_offset"))
         key, slot = self._pulled_key(cache_key)
         layers = self._check_layers(kv_cache, kwargs)
-        self._warn_unknown("pull_cache", kwargs, LAYER_ARGUMENTS | OFFSET_ARGUMENTS)
+        if kwargs:
+            self._warn_unknown("pull_cache", kwargs, LAYER_ARGUMENTS | OFFSET_ARGUMENTS)
         verbose = self._verbose()
         if verbose:
             info("pull_cache %s into %s, slot %d, size %d, %s", cache_key, kv_cache, batch_index, size, kwargs)
@@ -346,7 +351,7 @@ class KvCacheManager(Manager):
             self._require_role("pull_blocks", LLMRole.DECODER)
         if not isinstance(prompt_cache_key, BlocksCacheKey):
             typed("prompt_cache_key", prompt_cache_key, BlocksCacheKey)
-        cache_id = self._device_id("decoder_kv_cache", decoder_kv_cache)
+        self._device_cache("decoder_kv_cache", decoder_kv_cache)
         source, destination = self._check_block_lists("prompt_blocks", prompt_blocks, "decoder_blocks", decoder_blocks)
         layers = self._check_layers(decoder_kv_cache, kwargs)
         if kwargs:
@@ -358,7 +363,7 @@ class KvCacheManager(Manager):
             self._engine.transfers.pull_blocks,
             prompt_cache_key.cluster_id,
             self._blocks_key(prompt_cache_key),
-            cache_id,
+            self._own_id("decoder_kv_cache", decoder_kv_cache),
             source,
             destination,
             layers,
@@ -549,16 +554,9 @@ class KvCacheManager(Manager):
         if self._role is not role:
             raise refused(ParamInvalid(f"{name} is for role {role}, this cluster's role is {self._role}"))
 
-    def _device_id(self, name: str, cache: KvCache) -> int:
-        """Check that a cache is one of this engine's, and give its id; caches of another engine may have the same."""
-        # Those of this engine are on DEVICE.
-        if not isinstance(cache, KvCache) or cache._collected is not self._dropped:
-            self._device_cache(name, cache)
-            raise self._foreign(name, cache.cache_id)
-        return cache._cache_id
-
-    @staticmethod
-    def _device_cache(name: str, cache: KvCache) -> None:
+    def _device_cache(self, name: str, cache: KvCache) -> None:
+        if type(cache) is KvCache and cache._collected is self._dropped:
+            return  # those of this engine are on DEVICE
         typed(name, cache, KvCache)
         if cache.cache_desc.placement is not Placement.DEVICE:
             raise refused(ParamInvalid(f"{name} is on {cache.cache_desc.placement}, allowed is DEVICE"))

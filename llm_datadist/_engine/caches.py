@@ -14,7 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from llm_datadist._engine import codes
 from llm_datadist._engine.board import Board
@@ -311,7 +311,7 @@ class Caches:
         for binding, number in zip(cache.bindings.values(), numbers[1:], strict=True):
             binding.entry, binding.generation = number, next(self._generations)
             table[binding.slot] = (number + 1, binding.generation)
-        cache.record = replace(cache.record, generation=next(self._generations), keys=tuple(table))
+        cache.record = cache.record._replace(generation=next(self._generations), keys=tuple(table))
         cache.record_at = self._directory.write_record(cache.record)
         cache.entry, cache.entry_generation = numbers[0], next(self._generations)
         self._announce(cache)

@@ -6,13 +6,14 @@ the size of the window, so a reader takes no offset from the peer except those o
 
 from __future__ import annotations
 
+import itertools
 import struct
 import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from llm_datadist._engine.space import Space
@@ -50,6 +51,11 @@ SMALLEST_INDEX = 512
 #: What a reader believes of a peer at most: a million tensors in one cache, and directories not far above ours.
 LARGEST_RECORD = 16 << 20
 LARGEST_WINDOW = 1 << 30
+#: How many shapes of records a reader remembers.
+SHAPES = 256
+
+#: What a record's body starts with: cache id, flags, devices, tensors, slots, bytes of a tensor, keys.
+HEAD = struct.Struct("=7Q")
 
 # header words
 W_MAGIC, W_VERSION, W_INCARNATION, W_STATE, W_TABLE, W_EPOCH, W_CAPACITY, W_ALIVE = (8 * i for i in range(8))
@@ -88,8 +94,7 @@ class Unreadable(Exception):
     """The peer's directory could not be read within the time limit, or says impossible things."""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One cache as published: geometry, where its tensors lie, and which entries name its slots."""
 
     generation: int
@@ -103,11 +108,13 @@ class Record:
     tensors: tuple[tuple[int, int], ...]
     #: (entry number + 1, binding generation) of each slot that was given a key; (0, 0) for a slot without.
     keys: tuple[tuple[int, int], ...]
-    #: Bytes of one batch slot or block.
-    stride: int = field(init=False)
+    #: For readers: equal for records of one directory whose geometry and tensors are the same.
+    shape: int = 0
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "stride", self.tensor_bytes // self.slots)
+    @property
+    def stride(self) -> int:
+        """Bytes of one batch slot or block."""
+        return self.tensor_bytes // self.slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +290,9 @@ class PeerDirectory(ABC):
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
+        #: Number and tensors of the shapes of records that were read, by their bytes.
+        self._shapes: dict[bytes, tuple[int, tuple[tuple[int, int], ...]]] = {}
+        self._numbers = itertools.count(1)
 
     # ------------------------------------------------------------------ reading words
 
@@ -367,27 +377,31 @@ class PeerDirectory(ABC):
         if found is None or found[0] != entry.memory_generation:
             return None
         generation, body = found
-        numbers = struct.unpack(f"={len(body) // 8}Q", body)
-        if len(numbers) < 7:
+        if len(body) < HEAD.size:
             raise Unreadable("a record of the peer's directory is too short")
-        cache_id, flags, devices, num_tensors, slots, tensor_bytes, key_count = numbers[:7]
-        if 7 + 2 * devices * num_tensors + 2 * key_count != len(numbers):
+        cache_id, flags, devices, num_tensors, slots, tensor_bytes, key_count = HEAD.unpack_from(body)
+        end = HEAD.size + 16 * devices * num_tensors
+        if end + 16 * key_count != len(body):
             raise Unreadable("a record of the peer's directory has a wrong length")
-        if not slots or not tensor_bytes or tensor_bytes % slots or key_count > slots:
-            raise Unreadable("a record of the peer's directory describes no cache")
-        rest = numbers[7:]
-        pairs = tuple(zip(rest[::2], rest[1::2], strict=True))
+        # Caches come and go with each request, and mostly lie where others lay before.
+        same = body[8:end]
+        known = self._shapes.get(same)
+        if known is None:
+            if not slots or not tensor_bytes or tensor_bytes % slots or key_count > slots:
+                raise Unreadable("a record of the peer's directory describes no cache")
+            if len(self._shapes) >= SHAPES:
+                self._shapes.clear()
+            known = self._shapes[same] = next(self._numbers), _pairs(body[HEAD.size : end])
+        shape, tensors = known
+        keys = _pairs(body[end:]) if key_count else ()
         return Record(
-            generation,
-            cache_id,
-            flags,
-            devices,
-            num_tensors,
-            slots,
-            tensor_bytes,
-            pairs[: devices * num_tensors],
-            pairs[devices * num_tensors :],
+            generation, cache_id, flags, devices, num_tensors, slots, tensor_bytes, tensors, keys, shape
         )
+
+
+def _pairs(data: bytes) -> tuple[tuple[int, int], ...]:
+    numbers = memoryview(data).cast("Q").tolist()
+    return tuple(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 class MappedDirectory(PeerDirectory):
@@ -417,14 +431,13 @@ class MappedDirectory(PeerDirectory):
         if self.word(W_STATE) != LIVE:
             raise Unreadable("the peer is being finalized")
         alive = self.word(W_ALIVE)
-        self._life = [(base + LIFE_AT, alive)] if alive else []
+        self._life = [(LIFE_AT, alive)] if alive else []
 
     def guard(self, expected: Sequence[tuple[int, int]]) -> Guard:
-        pairs = [(self._base + offset, value) for offset, value in expected]
-        return Guard(self._life + pairs, tells_death=bool(self._life))
+        return Guard([*self._life, *expected], self._base, bool(self._life))
 
     def alive(self) -> bool:
-        return all(words.load(address) == value for address, value in self._life)
+        return all(self.word(offset) == value for offset, value in self._life)
 
     def word(self, offset: int) -> int:
         return words.load(self._base + offset)

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from llm_datadist._engine.caches import Cache, Caches
 from llm_datadist._engine.directory import (
@@ -42,12 +42,15 @@ __all__ = [
     "absent",
     "describe",
     "find",
+    "keep",
     "pull_path",
     "require_epoch",
 ]
 
 #: The route to memory that no endpoint reaches: by staging. Bases count bytes from the cache's first tensor on.
 STAGED = -1
+#: What is remembered with one link; far above what a serving process uses.
+KEPT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,7 @@ class Rules:
     device_pool: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """A cache of a peer, and the slot that a key names in it."""
 
     key: Key
@@ -78,17 +80,22 @@ class Found:
         return link.directory.guard(pairs)
 
 
-@dataclass(frozen=True, slots=True)
-class Path:
+class Pairing(NamedTuple):
+    """Tensors of a source and of a destination, paired, and where they lie."""
+
+    bases: Bases
+    route: int
+    #: Which tensors of the source take part.
+    source_tensors: range
+
+
+class Path(NamedTuple):
     """One source and one destination, checked against each other."""
 
     found: Found
-    bases: Bases
-    route: int
+    pairing: Pairing
     #: For `Link.read` and `Link.write`.
     guard: Any
-    #: Which tensors of the source take part.
-    source_tensors: range
 
 
 def describe(key: Key, slot: int) -> str:
@@ -188,12 +195,28 @@ def pull_path(link: Link, found: Found, cache: Cache, layers: Layers, rules: Rul
     if found.key.kind == CACHE and found.slot >= record.slots:
         raise absent(found.key, found.slot)
     check_access(rules, cache, record, pull=True, same_form=same_form)
+    token = (record.shape, cache.id, layers)
+    pairing: Pairing | None = link.kept.get(token)
+    if pairing is None:
+        pairing = _pair(link, record, cache, layers)
+        keep(link, token, pairing)
+    return Path(found, pairing, found.guard(link))
+
+
+def _pair(link: Link, record: Record, cache: Cache, layers: Layers) -> Pairing:
     source = select("src_layer_range", layers.source, layers.per_layer, record.num_tensors)
     destination = select("dst_layer_range", layers.destination, layers.per_layer, cache.geometry.num_tensors)
     pair_tensors(source, destination)
     remote, route = remote_bases(link, record, source)
     local = [addresses[i] for addresses in cache.addresses for i in destination]
-    return Path(found, Bases(remote, local), route, found.guard(link), source)
+    return Pairing(Bases(remote, local), route, source)
+
+
+def keep(link: Link, token: object, what: object) -> None:
+    """Remember with a link what was found out about its peer."""
+    if len(link.kept) >= KEPT:
+        link.kept.clear()
+    link.kept[token] = what
 
 
 def remote_bases(link: Link, record: Record, tensors: Sequence[int]) -> tuple[list[int], int]:

@@ -35,9 +35,6 @@ from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
 
 __all__ = ["Transfers"]
 
-#: Sources that are remembered with one link; far above what a serving process uses.
-KEPT = 256
-
 
 class Transfers:
     """Transfers of one engine. Thread-safe; operations on one link exclude each other."""
@@ -165,29 +162,23 @@ class Transfers:
                     paths.check_form(found, blocks=blocks)
                 path = paths.pull_path(link, found, cache, layers, self._rules, same_form=same_form)
                 if key.kind in (BLOCKS, PREFIX):
-                    self._keep(link, token, path)
-            plan = Plan(path.bases, runs(path.found))
+                    paths.keep(link, token, path)
+            found, pairing, guard = path
+            plan = Plan(pairing.bases, runs(found))
             try:
-                if path.route == STAGED:
-                    self._staging.read(link, path.found.record, plan, path.guard, deadline_ns)
+                if pairing.route == STAGED:
+                    self._staging.read(link, found.record, plan, guard, deadline_ns)
                 else:
-                    link.read(plan, path.guard, deadline_ns, path.route)
+                    link.read(plan, guard, deadline_ns, pairing.route)
                 break
             except BackendError as e:
                 link.kept.pop(token, None)
                 self._look_again(link, e, deadline_ns)
-        found = path.found
         if spend and found.spends is not None and not self._rules.remote_accessible:
-            if len(path.source_tensors) == found.record.num_tensors:
+            if len(pairing.source_tensors) == found.record.num_tensors:
                 link.board.spend(found.spends)
             else:
-                link.board.spend_tensors(found.spends, path.source_tensors, found.record.num_tensors)
-
-    @staticmethod
-    def _keep(link: Link, token: object, path: Path) -> None:
-        if len(link.kept) >= KEPT:
-            link.kept.clear()
-        link.kept[token] = path
+                link.board.spend_tensors(found.spends, pairing.source_tensors, found.record.num_tensors)
 
     # ------------------------------------------------------------------ pushes
 

@@ -61,9 +61,9 @@ cdef int kernel = DD_PLAIN
 
 @cython.final
 cdef class Guard:
-    """At most eight (address, value) pairs of 8-byte words that must hold their value before and after a copy.
+    """At most eight (offset, value) pairs of 8-byte words that must hold their value before and after a copy.
 
-    With `tells_death` one of them changes when the peer dies, so that the peer need not be looked at besides.
+    Offsets count from `base`. With `tells_death` one of them changes when the peer dies, so that the peer need not be looked at besides.
 
     Raises
     ------
@@ -71,15 +71,18 @@ cdef class Guard:
         More than eight pairs; an address that is 0 or not a multiple of 8; a number outside 0 to 2**64 - 1.
     """
 
-    def __cinit__(self, words, bint tells_death=False):
+    def __cinit__(self, words, base=0, bint tells_death=False):
+        cdef uint64_t start = unsigned(base, "base")
+        cdef uint64_t address
         self.tells_death = tells_death
-        for address, value in words:
+        for offset, value in words:
             if self.count == 8:
                 raise ValueError("words has more than 8 pairs")
-            self.words[self.count].word = <const uint64_t *> unsigned(address, "address")
-            self.words[self.count].value = unsigned(value, "value")
-            if address == 0 or address % 8 != 0:
+            address = start + unsigned(offset, "address")
+            if address == 0 or address % 8 != 0 or address < start:
                 raise ValueError(f"address is {address}; allowed are multiples of 8 above 0")
+            self.words[self.count].word = <const uint64_t *> address
+            self.words[self.count].value = unsigned(value, "value")
             self.count += 1
 
     cdef bint holds(self) noexcept:

@@ -62,6 +62,14 @@ def shared() -> Iterator[SharedWindow]:
     made.close()
 
 
+def as_written(record: Record | None) -> Record:
+    """Leave out what a reader adds."""
+    assert record is not None
+    assert record.shape > 0
+    return record._replace(shape=0)
+
+
+
 class DirectoryModel(RuleBasedStateMachine):
     """Key to what was published under it."""
 
@@ -145,7 +153,7 @@ class DirectoryModel(RuleBasedStateMachine):
                 continue
             entry, record = self.published[key]
             assert found == entry
-            assert self.reader.record(found) == record
+            assert as_written(self.reader.record(found)) == record
             assert self.reader.word(self.reader.entry_word(found)) == entry.generation
             assert self.reader.word(found.record) == record.generation
 
@@ -228,7 +236,7 @@ def test_entry_read_before_its_records_room_was_used_again(shared: SharedWindow)
     former = Record(2, 1, 0, 1, 1, 1, 64, ((0, 0),), ())
     at = owner.write_record(former)
     entry = Entry(0, 4, at, 0, 0, 2)
-    assert reader.record(entry) == former
+    assert as_written(reader.record(entry)) == former
     owner.retire_record(at, 2)
     owner.free_record(at, former)
     assert owner.write_record(Record(6, 2, 0, 1, 1, 1, 64, ((0, 64),), ())) == at
@@ -268,7 +276,7 @@ def test_reader_never_sees_a_mixed_record(shared: SharedWindow) -> None:
                 record = reader.record(entry)
                 if record is not None:
                     records += 1
-                    assert record == directory_writer.record_of(record.generation, ident)
+                    assert as_written(record) == directory_writer.record_of(record.generation, ident)
                     assert record.generation == entry.memory_generation
             for ident in range(directory_writer.LASTING):
                 entry = reader.find(Key(REQUEST, 1000 + ident, 1), soon())
