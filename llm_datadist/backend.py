@@ -42,6 +42,8 @@ class Failure(enum.Enum):
     """Why a backend could not do what it was asked."""
 
     OUT_OF_MEMORY = "out of memory"
+    #: Host memory of a device's driver, where `OUT_OF_MEMORY` is about a pool.
+    HOST_OUT_OF_MEMORY = "out of host memory"
     INVALID = "invalid argument"
     TIMED_OUT = "timed out"
     PEER_GONE = "peer gone"
@@ -49,6 +51,12 @@ class Failure(enum.Enum):
     STALE = "the peer's data changed before the copy"
     #: A guard word differed after the copy: the bytes written are undefined.
     TORN = "the peer's data changed during the copy"
+    LINK_FAILED = "link failed"
+    UNLINK_FAILED = "unlink failed"
+    #: The device reports a fault of its own memory: bytes are lost.
+    DEVICE_MEMORY = "device memory fault"
+    SUSPECT_REMOTE = "memory fault suspected at the peer"
+    CLOSING = "closing"
     UNSUPPORTED = "not supported"
     UNAVAILABLE = "not available"
     FAILED = "failed"
