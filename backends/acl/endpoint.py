@@ -1,0 +1,206 @@
+"""The data path to one peer: a communicator for each pair of devices."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist._kernels.hostcopy import Guard, Liveness
+from llm_datadist._kernels.runs import Plan
+from llm_datadist.backend import BackendError, Endpoint, Failure, Place, Region
+from llm_datadist.backends.acl.codes import Step, failure
+from llm_datadist.backends.acl.communicator import BOUNCE_BYTES, Communicator
+from llm_datadist.backends.acl.copies import Copies
+from llm_datadist.backends.acl.library import NativeError
+from llm_datadist.backends.acl.ranges import Range, batches, chunks, expand
+from llm_datadist.backends.acl.regions import RegionTable
+from llm_datadist.backends.acl.structures import DESCRIPTORS
+
+if TYPE_CHECKING:
+    from llm_datadist.backends.acl.exports import Description
+
+__all__ = ["AclEndpoint"]
+
+#: Batches that are queued on a stream before it is waited for.
+QUEUED: Final = 1024
+
+
+class AclEndpoint(Endpoint):
+    """One peer's memory.
+
+    Parameters
+    ----------
+    communicators : sequence of Communicator
+        In the order of the devices.
+    peer : Description
+        Its memory when the link was made; what is registered later is not reached.
+    copies : Copies
+        Copies between the bounce buffers and memory that is not bound.
+    liveness : Liveness
+        Tells the peer's death.
+    name : str
+        Names the peer in errors.
+    retire : callable
+        Is given the endpoint once it is closed, to end the communicators elsewhere.
+    """
+
+    windows = None
+
+    def __init__(
+        self,
+        communicators: Sequence[Communicator],
+        peer: Description,
+        copies: Copies,
+        liveness: Liveness,
+        name: str,
+        retire: Callable[[AclEndpoint], None],
+    ) -> None:
+        self.communicators = communicators
+        self._regions = {region.id: region for region in peer.regions}
+        self._table = RegionTable(peer.regions)
+        self._copies = copies
+        self._liveness = liveness
+        self._name = name
+        self._retire = retire
+        self._turn = threading.Lock()
+        self._closed = False
+        #: Why nothing can be transferred any more; empty as long as it can.
+        self._broken = ""
+
+    # ------------------------------------------------------------------ where things are
+
+    def locate(self, region: int, offset: int, nbytes: int) -> Place:
+        known = self._known(region, offset, nbytes)
+        if not self.communicators[known.device].wants(known):
+            raise BackendError(
+                Failure.UNSUPPORTED, f"region {region} of the peer is memory of its host, which HCCS does not reach"
+            )
+        return Place(known.address + offset, 0)
+
+    def address_of(self, region: int, offset: int) -> int:
+        return self._known(region, offset, 0).address + offset
+
+    def _known(self, region: int, offset: int, nbytes: int) -> Region:
+        self._require_open()
+        known = self._regions.get(region)
+        if known is None:
+            raise BackendError(
+                Failure.UNSUPPORTED, f"region {region} of the peer was registered after this link, or is pageable"
+            )
+        if offset < 0 or nbytes < 0 or offset + nbytes > known.nbytes:
+            raise BackendError(
+                Failure.INVALID,
+                f"{nbytes} bytes at offset {offset} are not inside region {region} of the peer, "
+                f"which has {known.nbytes} bytes",
+            )
+        return known
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise BackendError(Failure.PEER_GONE, f"the link with {self._name} is closed")
+
+    # ------------------------------------------------------------------ transfers
+
+    def read(self, plan: Plan, guard: Guard | None, deadline_ns: int, route: int) -> None:
+        self._transfer(plan, deadline_ns, write=False)
+
+    def write(self, plan: Plan, guard: Guard | None, deadline_ns: int, route: int) -> None:
+        self._transfer(plan, deadline_ns, write=True)
+
+    def _transfer(self, plan: Plan, deadline_ns: int, *, write: bool) -> None:
+        if not self._turn.acquire(timeout=max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)):
+            raise BackendError(Failure.TIMED_OUT, f"another transfer with {self._name} did not end in time")
+        try:
+            self._require_open()
+            if self._broken:
+                raise BackendError(Failure.FAILED, f"the link with {self._name} is broken: {self._broken}")
+            direct, bounced = self._sort(plan, write)
+            runs = plan.runs.tolist()
+            if not write:
+                runs = [(local, remote, nbytes) for remote, local, nbytes in runs]
+            try:
+                for communicator, pairs in direct.items():
+                    self._submit(communicator, expand(pairs, runs), deadline_ns, write)
+                for communicator in direct:
+                    communicator.wait(deadline_ns, self._liveness.alive)
+                for communicator, pairs in bounced.items():
+                    self._bounce(communicator, expand(pairs, runs, BOUNCE_BYTES), deadline_ns, write)
+            except BaseException as error:
+                raise self._break(error, write) from error
+        finally:
+            self._turn.release()
+
+    def _sort(self, plan: Plan, write: bool) -> tuple[Pairs, Pairs]:
+        """Find for each pair of bases the communicator, and whether the memory of this side is bound to it."""
+        extents = plan.runs.source_end, plan.runs.destination_end
+        direct: Pairs = {}
+        bounced: Pairs = {}
+        for bases in plan.bases.tolist():
+            local, remote = bases if write else bases[::-1]
+            local_bytes, remote_bytes = extents if write else extents[::-1]
+            region = self._table.find(remote, remote_bytes)
+            if region is None:
+                raise BackendError(
+                    Failure.INVALID, f"{remote_bytes} bytes at {remote:#x} are not inside one region of {self._name}"
+                )
+            communicator = self.communicators[region.device]
+            if not communicator.wants(region):
+                raise BackendError(Failure.INVALID, f"the memory at {remote:#x} of {self._name} is not reached by HCCS")
+            reached = communicator.find(local, local_bytes) is not None
+            (direct if reached else bounced).setdefault(communicator, []).append((local, remote))
+        return direct, bounced
+
+    def _submit(self, communicator: Communicator, ranges: Iterable[Range], deadline_ns: int, write: bool) -> None:
+        for done, batch in enumerate(batches(ranges, DESCRIPTORS), 1):
+            communicator.submit(batch, write=write)
+            if done % QUEUED == 0:
+                communicator.wait(deadline_ns, self._liveness.alive)
+
+    def _bounce(self, communicator: Communicator, ranges: Iterable[Range], deadline_ns: int, write: bool) -> None:
+        """Transfer memory of this side that is not bound by way of a buffer that is."""
+        for chunk in chunks(ranges, DESCRIPTORS, BOUNCE_BYTES):
+            staged, at = [], communicator.bounce
+            for _, _, nbytes in chunk:
+                staged.append(at)
+                at += nbytes
+            through = [(at, remote, nbytes) for at, (_, remote, nbytes) in zip(staged, chunk, strict=True)]
+            if write:
+                self._copies.pieces([(local, at, n) for at, (local, _, n) in zip(staged, chunk, strict=True)])
+            communicator.submit(through, write=write)
+            communicator.wait(deadline_ns, self._liveness.alive)
+            if not write:
+                self._copies.pieces([(at, local, n) for at, (local, _, n) in zip(staged, chunk, strict=True)])
+
+    def _break(self, error: BaseException, write: bool) -> BaseException:
+        """Stop all that is queued, for it must not touch memory once this call has ended; say what to raise."""
+        self._broken = str(error) or type(error).__name__
+        doing = f"{'writing to' if write else 'reading from'} {self._name} failed"
+        if isinstance(error, NativeError):
+            error = failure(error, doing, step=Step.TRANSFER)
+        elif isinstance(error, BackendError):
+            error = BackendError(error.kind, f"{doing}: {error.text}", error.native_code)
+        for communicator in self.communicators:
+            try:
+                communicator.abort()
+            except NativeError as second:
+                text = f"{error}; and the stream could not be aborted, so bytes may still move: {second}"
+                error = BackendError(Failure.FAILED, text, second.code)
+        return error
+
+    # ------------------------------------------------------------------ the end
+
+    def alive(self) -> bool:
+        return not self._closed and not self._broken and self._liveness.alive()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._retire(self)
+
+    def revoked(self) -> bool:
+        return all(communicator.ended for communicator in self.communicators)
+
+
+Pairs = dict[Communicator, list[tuple[int, int]]]
