@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import importlib
+import os
 import socket
 import warnings
 from abc import ABC, abstractmethod
@@ -364,15 +365,17 @@ def make_backend(name: str) -> Backend:
     from importlib.metadata import entry_points
 
     from llm_datadist.backends import BUILT_IN
+    from llm_datadist.backends.acl.probe import is_installed
 
     if name == "auto":
-        # No Ascend runtime is looked for yet: the acl backend is not part of this version.
-        warnings.warn(
-            "llm.Backend is auto and no Ascend runtime was found: using the simulator (host memory, one host)",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-        name = "simulator"
+        # A broken runtime is chosen too, and is an error then: never the simulator in its place.
+        name = "acl" if is_installed(os.environ) else "simulator"
+        if name == "simulator":
+            warnings.warn(
+                "llm.Backend is auto and no Ascend runtime was found: using the simulator (host memory, one host)",
+                RuntimeWarning,
+                stacklevel=4,
+            )
     known = {**{point.name: point.value for point in entry_points(group=ENTRY_POINTS)}, **BUILT_IN}
     if name not in known:
         raise BackendError(Failure.INVALID, f"llm.Backend is {name!r}, allowed are auto, {', '.join(sorted(known))}")

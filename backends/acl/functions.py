@@ -6,7 +6,13 @@ from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint3
 from dataclasses import dataclass
 from typing import Any, Final
 
-from llm_datadist.backends.acl.structures import CommMem, HcclCommConfig, HcclMemDescs, HcclPrepareConfig
+from llm_datadist.backends.acl.structures import (
+    AclrtPtrAttributes,
+    CommMem,
+    HcclCommConfig,
+    HcclMemDescs,
+    HcclPrepareConfig,
+)
 
 __all__ = ["ACL", "HCCL", "Function"]
 
@@ -80,7 +86,7 @@ ACL: Final = (
     Function("aclrtMallocHost", MUST, (out_address, c_size_t)),
     Function("aclrtFreeHost", MUST, (address,)),
     Function("aclrtGetMemInfo", MUST, (c_int, out_size, out_size)),
-    Function("aclrtPointerGetAttributes", MAY, (address, c_void_p)),
+    Function("aclrtPointerGetAttributes", MAY, (address, POINTER(AclrtPtrAttributes))),
     Function("aclrtMemGetAddressRange", MAY, (address, out_address, out_size)),
     Function("aclrtHostRegister", MAY, (address, c_uint64, c_int, out_address)),
     Function("aclrtHostUnregister", MAY, (address,)),

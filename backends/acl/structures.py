@@ -14,6 +14,7 @@ __all__ = [
     "NOT_SET",
     "AclrtMemLocation",
     "AclrtMemcpyBatchAttr",
+    "AclrtPtrAttributes",
     "CommMem",
     "CopyKind",
     "DeviceInfo",
@@ -70,10 +71,13 @@ class StreamFlag(enum.IntFlag):
 
 
 class LocationType(enum.IntEnum):
-    """Side of a range in a batch copy (``aclrtMemLocation``)."""
+    """Where memory is (``aclrtMemLocation``)."""
 
     HOST = 0
     DEVICE = 1
+    UNREGISTERED = 2
+    MANAGED = 3
+    HOST_NUMA = 4
 
 
 class DeviceInfo(enum.IntEnum):
@@ -97,7 +101,7 @@ class HcclDataType(enum.IntEnum):
 
 
 class AclrtMemLocation(Structure):
-    """One side of a batch copy."""
+    """Where memory is: which device, or the host."""
 
     _fields_ = (("id", c_uint32), ("type", c_int))
     id: int
@@ -110,6 +114,14 @@ class AclrtMemcpyBatchAttr(Structure):
     _fields_ = (("dstLoc", AclrtMemLocation), ("srcLoc", AclrtMemLocation), ("rsv", c_uint8 * 16))
     dstLoc: AclrtMemLocation
     srcLoc: AclrtMemLocation
+
+
+class AclrtPtrAttributes(Structure):
+    """What the driver knows of an address."""
+
+    _fields_ = (("location", AclrtMemLocation), ("pageSize", c_uint32), ("rsv", c_uint32 * 4))
+    location: AclrtMemLocation
+    pageSize: int
 
 
 class CommMem(Structure):
@@ -208,6 +220,7 @@ def comm_config(name: bytes, traffic_class: int = NOT_SET, service_level: int = 
 _LAYOUTS: Final[tuple[tuple[type[Structure], int, tuple[int, ...]], ...]] = (
     (AclrtMemLocation, 8, (0, 4)),
     (AclrtMemcpyBatchAttr, 32, (0, 8, 16)),
+    (AclrtPtrAttributes, 28, (0, 8, 12)),
     (CommMem, 24, (0, 8, 16)),
     (HcclMemDesc, 512, (0,)),
     (HcclMemDescs, 16, (0, 8)),
