@@ -69,7 +69,7 @@ class Communicator:
         self._name = name
         self._table, self._rank = rank_table(mine, theirs)
         self._rdma = uses_rdma(mine, theirs)
-        self._handle: int | None = None
+        self.handle: int | None = None
         self._stream: Stream | None = None
         self._bound: dict[int, Region] = {}
         self._local: RegionTable | None = None
@@ -89,7 +89,7 @@ class Communicator:
     def bind(self, region: Region, handle: int) -> None:
         """Bind a region. The device is current."""
         try:
-            self.device.library.call("HcclCommBindMem", self._handle, handle)
+            self.device.library.call("HcclCommBindMem", self.handle, handle)
         except NativeError as error:
             raise failure(error, f"{_describe(region)} could not be bound", step=Step.LINK) from error
         self._bound[region.id], self._local = region, None
@@ -100,7 +100,7 @@ class Communicator:
             return
         self._local = None
         try:
-            self.device.library.call("HcclCommUnbindMem", self._handle, handle)
+            self.device.library.call("HcclCommUnbindMem", self.handle, handle)
         except NativeError as error:
             raise failure(error, f"{_describe(region)} could not be unbound", step=Step.UNLINK) from error
 
@@ -152,7 +152,7 @@ class Communicator:
                         ctypes.byref(config),
                         ctypes.byref(made),
                     )
-                self._handle = made.value
+                self.handle = made.value
                 return
             except NativeError as error:
                 # Several processes of one host that start at once get in each other's way.
@@ -172,7 +172,7 @@ class Communicator:
             seconds = max(1, int(_left_s(deadline_ns) / 3))
             try:
                 with self.device.current():
-                    self.device.library.call("HcclCommPrepare", self._handle, ctypes.byref(config), seconds)
+                    self.device.library.call("HcclCommPrepare", self.handle, ctypes.byref(config), seconds)
                 return
             except NativeError as error:
                 _require(alive)
@@ -192,7 +192,7 @@ class Communicator:
         with self.device.current():
             self.device.library.call(
                 "HcclBatchPut" if write else "HcclBatchGet",
-                self._handle,
+                self.handle,
                 1 - self._rank,
                 self._descriptors,
                 len(ranges),
@@ -231,25 +231,25 @@ class Communicator:
             raise failure(error, "a link could not be ended", step=Step.UNLINK) from error
 
     def _destroy(self, deadline_ns: int) -> None:
-        while self._handle is not None:
+        while self.handle is not None:
             with self.device.current():
-                code = self.device.library.code("HcclCommDestroy", self._handle)
+                code = self.device.library.code("HcclCommDestroy", self.handle)
                 if code == 0:
-                    self._handle = None
+                    self.handle = None
                 elif code != _AGAIN or _left_s(deadline_ns) <= 0:
                     raise NativeError("HcclCommDestroy", code, self.device.library.recent())
             if code:
                 time.sleep(_FIRST_PAUSE_S)
 
     def _release_bounce(self) -> None:
-        if self._bounce is not None and self._handle is None:
+        if self._bounce is not None and self.handle is None:
             self._memory.release(self._bounce)
             self._bounce = None
 
     @property
     def ended(self) -> bool:
         """Whether the peer's access has ended."""
-        return self._handle is None
+        return self.handle is None
 
 
 def _left_s(deadline_ns: int) -> float:

@@ -84,7 +84,9 @@ class Copies:
         """Copy single ranges, in order."""
         for nbytes, group in itertools.groupby(pieces, lambda piece: piece[2]):
             same = list(group)
-            self.run(Plan(Bases([s for s, _, _ in same], [d for _, d, _ in same]), span_runs(0, 0, nbytes)), ordered=False)
+            self.run(
+                Plan(Bases([s for s, _, _ in same], [d for _, d, _ in same]), span_runs(0, 0, nbytes)), ordered=False
+            )
 
     def load(self, address: int, nbytes: int) -> bytes:
         """Give some bytes of this engine's memory."""

@@ -36,23 +36,37 @@ class Device:
         """Make the device current on this thread, and afterwards what was current before.
 
         A thread that had none keeps this one: the driver has no way to take it away again.
+
+        Raises
+        ------
+        BackendError
+            When someone else in the process has reset the device.
         """
         before = current_context(self.library)
         if before == self._context:
             yield
             return
-        self.library.call("aclrtSetCurrentContext", self._context)
+        try:
+            self.library.call("aclrtSetCurrentContext", self._context)
+        except NativeError as error:
+            raise failure(error, f"device {self.id} can't be used any more", step=Step.DEVICE) from error
         try:
             yield
         finally:
-            if before is not None:
-                self.library.call("aclrtSetCurrentContext", before)
+            restore(self.library, before)
 
 
 def current_context(library: Library) -> int | None:
     """Give the context of this thread; None if it has none."""
     found = ctypes.c_void_p()
     return None if library.code("aclrtGetCurrentContext", ctypes.byref(found)) else found.value
+
+
+def restore(library: Library, context: int | None) -> None:
+    """Make a context current on this thread that was so before."""
+    if context is not None:
+        # Its owner may have destroyed it meanwhile: then there is nothing to restore.
+        library.code("aclrtSetCurrentContext", context)
 
 
 def claim(library: Library, ids: Sequence[int], undo: ExitStack) -> list[Device]:
@@ -68,8 +82,7 @@ def claim(library: Library, ids: Sequence[int], undo: ExitStack) -> list[Device]
     try:
         return [_claim(library, id, undo) for id in ids]
     finally:
-        if before is not None:
-            library.call("aclrtSetCurrentContext", before)
+        restore(library, before)
 
 
 def _initialise(library: Library, undo: ExitStack) -> None:

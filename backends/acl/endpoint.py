@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._kernels.hostcopy import Guard, Liveness
@@ -120,15 +121,13 @@ class AclEndpoint(Endpoint):
             runs = plan.runs.tolist()
             if not write:
                 runs = [(local, remote, nbytes) for remote, local, nbytes in runs]
-            try:
+            with self._breaking(write):
                 for communicator, pairs in direct.items():
                     self._submit(communicator, expand(pairs, runs), deadline_ns, write)
                 for communicator in direct:
                     communicator.wait(deadline_ns, self._liveness.alive)
-                for communicator, pairs in bounced.items():
-                    self._bounce(communicator, expand(pairs, runs, BOUNCE_BYTES), deadline_ns, write)
-            except BaseException as error:
-                raise self._break(error, write) from error
+            for communicator, pairs in bounced.items():
+                self._bounce(communicator, expand(pairs, runs, BOUNCE_BYTES), deadline_ns, write)
         finally:
             self._turn.release()
 
@@ -168,25 +167,40 @@ class AclEndpoint(Endpoint):
             through = [(at, remote, nbytes) for at, (_, remote, nbytes) in zip(staged, chunk, strict=True)]
             if write:
                 self._copies.pieces([(local, at, n) for at, (local, _, n) in zip(staged, chunk, strict=True)])
-            communicator.submit(through, write=write)
-            communicator.wait(deadline_ns, self._liveness.alive)
+            with self._breaking(write):
+                communicator.submit(through, write=write)
+                communicator.wait(deadline_ns, self._liveness.alive)
             if not write:
                 self._copies.pieces([(at, local, n) for at, (local, _, n) in zip(staged, chunk, strict=True)])
 
-    def _break(self, error: BaseException, write: bool) -> BaseException:
-        """Stop all that is queued, for it must not touch memory once this call has ended; say what to raise."""
-        self._broken = str(error) or type(error).__name__
+    @contextmanager
+    def _breaking(self, write: bool) -> Iterator[None]:
+        """End the link's use when what is done inside fails: what is queued must not touch memory after the call."""
+        try:
+            yield
+        except BaseException as error:
+            told = self._explain(error, write)
+            self._broken = str(told) or type(told).__name__
+            for communicator in self.communicators:
+                try:
+                    communicator.abort()
+                except NativeError as second:
+                    text = f"{told}; and the stream could not be aborted, so bytes may still move: {second}"
+                    raise BackendError(Failure.FAILED, text, second.code) from error
+            if told is error:
+                raise
+            raise told from error
+
+    def _explain(self, error: BaseException, write: bool) -> BaseException:
+        """Say what to raise for a failure."""
         doing = f"{'writing to' if write else 'reading from'} {self._name} failed"
         if isinstance(error, NativeError):
             error = failure(error, doing, step=Step.TRANSFER)
-        elif isinstance(error, BackendError):
-            error = BackendError(error.kind, f"{doing}: {error.text}", error.native_code)
-        for communicator in self.communicators:
-            try:
-                communicator.abort()
-            except NativeError as second:
-                text = f"{error}; and the stream could not be aborted, so bytes may still move: {second}"
-                error = BackendError(Failure.FAILED, text, second.code)
+            if not self._liveness.alive():
+                return BackendError(Failure.PEER_GONE, f"{error.text} (the peer is gone)", error.native_code)
+            return error
+        if isinstance(error, BackendError):
+            return BackendError(error.kind, f"{doing}: {error.text}", error.native_code)
         return error
 
     # ------------------------------------------------------------------ the end

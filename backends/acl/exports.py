@@ -83,7 +83,12 @@ def _sides(data: bytes) -> tuple[Side, ...]:
 
 
 def _region(devices: int, id: int, device: int, kind: int, address: int, nbytes: int) -> Region:
-    if device >= devices or kind not in (MemoryKind.HOST, MemoryKind.DEVICE) or not nbytes or address + nbytes > 1 << 63:
+    if (
+        device >= devices
+        or kind not in (MemoryKind.HOST, MemoryKind.DEVICE)
+        or not nbytes
+        or address + nbytes > 1 << 63
+    ):
         raise _invalid(f"has region {id} of {nbytes} bytes at {address:#x}, of kind {kind} on device {device}")
     return Region(id, device, MemoryKind(kind), address, nbytes)
 

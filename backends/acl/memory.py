@@ -1,4 +1,4 @@
-"""Memory of the devices and pinned memory of the host: allocated here or brought by the user, and known to the cards."""
+"""Memory of devices, and pinned memory of the host: allocated here or brought by the user, and known to the cards."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ class Binder(Protocol):
     """A communicator, as far as memory is bound to it."""
 
     device: Device
+    #: From the driver; None before it is made and once it has ended.
+    handle: int | None
 
     def wants(self, region: Region) -> bool:
         """Say whether the peer can reach a region, or this side use it, over this communicator."""
@@ -217,6 +219,46 @@ class Memory:
             for entry in self._entries.values():
                 all_of_them.callback(self._with, binder, binder.unbind, entry)
 
+    def remap(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Tell the cards that (address, bytes) of registered device memory have new pages.
+
+        Raises
+        ------
+        BackendError
+            ``INVALID`` when a range is not registered; ``PEER_GONE`` when there is no link that knows it.
+        """
+        if not ranges:
+            raise BackendError(Failure.INVALID, "no memory to remap is given")
+        found: dict[Device, dict[int, Region]] = {}
+        for address, nbytes in ranges:
+            region = self.find(address, nbytes)
+            if region is None or region.kind is not MemoryKind.DEVICE:
+                raise BackendError(
+                    Failure.INVALID, f"{nbytes} bytes at {address:#x} are not registered memory of a device"
+                )
+            found.setdefault(self._device(region.device), {})[region.id] = region
+        # No communicator can end meanwhile: it is unbound first.
+        with self._lock:
+            for device, regions in found.items():
+                self._remap(device, list(regions.values()))
+
+    def _remap(self, device: Device, regions: Sequence[Region]) -> None:
+        comms = [binder.handle for binder in self._binders if binder.device is device]
+        if not comms:
+            raise BackendError(Failure.PEER_GONE, f"no link of device {device.id} stands, so nothing can be remapped")
+        memory = [CommMem(MemType.DEVICE, region.address, region.nbytes) for region in regions]
+        try:
+            with device.current():
+                device.library.call(
+                    "HcclRemapRegistedMemory",
+                    (ctypes.c_void_p * len(comms))(*comms),
+                    (CommMem * len(memory))(*memory),
+                    len(comms),
+                    len(memory),
+                )
+        except NativeError as error:
+            raise failure(error, f"memory of device {device.id} could not be remapped", step=Step.REMAP) from error
+
     @staticmethod
     def _with(binder: Binder, act: Callable[[Region, int], None], entry: Entry) -> None:
         if entry.handle is not None and entry.device is binder.device:
@@ -318,9 +360,9 @@ def _give_back(device: Device, pointer: int, kind: MemoryKind) -> None:
         with device.current():
             device.library.call("aclrtFree" if kind is MemoryKind.DEVICE else "aclrtFreeHost", pointer)
     except NativeError as error:
-        raise failure(error, f"memory at {pointer:#x} on device {device.id} could not be freed", step=Step.MEMORY) from (
-            error
-        )
+        raise failure(
+            error, f"memory at {pointer:#x} on device {device.id} could not be freed", step=Step.MEMORY
+        ) from (error)
 
 
 def _register(device: Device, address: int, nbytes: int, kind: MemoryKind, doing: str) -> int:

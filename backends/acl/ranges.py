@@ -18,7 +18,7 @@ MAX_BYTES: Final = (4 << 30) - (2 << 20)
 def expand(
     pairs: Iterable[tuple[int, int]], runs: Sequence[tuple[int, int, int]], most: int = MAX_BYTES
 ) -> Iterator[Range]:
-    """Give the ranges of (local base, remote base) pairs, each of at most some bytes; runs are (local, remote, bytes)."""
+    """Give the ranges of (local base, remote base) pairs and (local, remote, bytes) runs, cut at ``most`` bytes."""
     for local_base, remote_base in pairs:
         for local, remote, nbytes in runs:
             for done in range(0, nbytes, most):

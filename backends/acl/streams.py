@@ -65,7 +65,7 @@ class Stream:
             self._aborted = True
 
     def destroy(self) -> None:
-        """Abort and end the stream. It is left alone if it can't be aborted: the driver would wait for what is queued."""
+        """Abort and end the stream. One that can't be aborted is left alone: the driver would wait for its work."""
         self.abort()
         with self._device.current():
             self._device.library.call("aclrtDestroyStream", self.handle)
