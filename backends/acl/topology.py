@@ -324,7 +324,7 @@ def device_ip(device_id: int, given: Given, *, conf: str = HCCN_CONF, tool: str 
         return Address(given.device_ip, f"device_ip in {OPTION}")
     keys = f"address_{device_id}", f"IPv6address_{device_id}"
     try:
-        lines = Path(conf).read_text(errors="replace").splitlines()
+        text = Path(conf).read_text(errors="replace")
     except FileNotFoundError:
         return _ask_tool(device_id, tool, f"there is no {conf}, which a container must mount")
     except OSError as e:
@@ -332,10 +332,9 @@ def device_ip(device_id: int, given: Given, *, conf: str = HCCN_CONF, tool: str 
             f"{conf} can't be read ({e.strerror}), expected is a line {keys[0]}=<address>: make it readable, or give "
             f"device_ip in {OPTION}"
         ) from e
-    values = dict(line.strip().split("=", 1) for line in reversed(lines) if "=" in line)
     for key in keys:
-        if key in values:
-            found = ip_address(conf, key, values[key].strip())
+        if line := re.search(rf"^[ \t]*{key}[ \t]*=(.*)$", text, re.MULTILINE):
+            found = ip_address(conf, key, line[1].strip())
             told = _ask_tool(device_id, tool, "")
             if _same_family(told.ip, found) and told.ip != found:
                 raise invalid(

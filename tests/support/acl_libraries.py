@@ -12,10 +12,6 @@ from typing import Any
 
 from llm_datadist.backends.acl.functions import ACL, HCCL, Function
 
-OPTIONAL = {
-    "aclFinalizeReference": "int aclFinalizeReference(void *count) { (void)count; return 0; }",
-    "aclrtGetVersion": "int aclrtGetVersion(int *a, int *b, int *c) { *a = 1; *b = 17; *c = 3; return 0; }",
-}
 TEXTS = {
     "aclGetRecentErrMsg": "const char *aclGetRecentErrMsg(void) { return 0; }",
     "aclrtGetSocName": 'const char *aclrtGetSocName(void) { return "Ascend910B2"; }',
