@@ -74,13 +74,16 @@ class BackendError(Exception):
         A full sentence for the user: what failed, with the numbers.
     native_code : int, optional
         The number that the operating system or driver gave (errno on the simulator).
+    breaks_link : bool, optional
+        The endpoint that raised it can't be used any more, though its peer may live.
     """
 
-    def __init__(self, kind: Failure, text: str, native_code: int = 0) -> None:
+    def __init__(self, kind: Failure, text: str, native_code: int = 0, *, breaks_link: bool = False) -> None:
         super().__init__(text)
         self.kind = kind
         self.text = text
         self.native_code = native_code
+        self.breaks_link = breaks_link
 
 
 class MemoryKind(enum.IntEnum):
@@ -176,8 +179,8 @@ class Endpoint(ABC):
         Raises
         ------
         BackendError
-            ``INVALID`` when the range is not inside the region: what a peer says is not trusted. ``UNSUPPORTED`` when no
-            way leads there, so that the bytes must be staged.
+            ``INVALID`` when the range is not inside the region: what a peer says is not trusted. ``UNSUPPORTED`` when
+            no way leads there, so that the bytes must be staged.
         """
 
     @abstractmethod

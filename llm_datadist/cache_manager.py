@@ -34,7 +34,7 @@ from llm_datadist.cache_types import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
-from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
+from llm_datadist.status import ParamInvalid
 
 if TYPE_CHECKING:
     from llm_datadist._engine.directory import Key
@@ -380,12 +380,7 @@ class CacheManager(Manager):
                 )
         if not infos:
             raise refused(ParamInvalid("mem_infos is empty, allowed are one MemInfo and more"))
-        if not self._engine.links.any_live():
-            raise refused(
-                LLMException(
-                    "remap_registered_memory needs a link, and none stands", status_code=LLMStatusCode.LLM_NOT_YET_LINK
-                )
-            )
+        self._engine.remap([(info_.addr, info_.size) for info_ in infos])
 
     # ------------------------------------------------------------------ pulls
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist._checks import (
@@ -31,6 +33,7 @@ from llm_datadist.cache_types import (
     TransferConfig,
 )
 from llm_datadist.configs import LLMRole
+from llm_datadist.data_type import ELEMENT_BYTES
 from llm_datadist.status import ParamInvalid
 from llm_datadist.tensor import Tensor, TensorDesc
 
@@ -212,11 +215,19 @@ class KvCacheManager(Manager):
         info("get_cache_tensors of cache %d, tensor %d", cache.cache_id, tensor_index)
         local, view = self._engine.caches.view(self._own_id("cache", cache))
         tensors = [
-            Tensor._over(view, addresses[tensor_index], TensorDesc(desc.data_type, cache._measured[0]))
+            self._tensor(view, addresses[tensor_index], TensorDesc(desc.data_type, cache._measured[0]))
             for addresses in local.addresses
         ]
         info("get_cache_tensors of cache %d done", cache.cache_id)
         return tensors
+
+    def _tensor(self, view: object, address: int, desc: TensorDesc) -> Tensor:
+        engine = self._engine
+        if engine.backend.capabilities.host_access:
+            return Tensor._over(view, address, desc)
+        nbytes = ELEMENT_BYTES[desc.dtype] * math.prod(desc.shape)
+        # The tensor keeps the function, and so the view, and so the memory.
+        return Tensor._fetching(partial(_load, engine, view, address, nbytes), desc)
 
     # ------------------------------------------------------------------ pulls
 
@@ -566,3 +577,8 @@ class KvCacheManager(Manager):
         info("allocated cache %d", cache.id)
         addresses = [list(device) for device in cache.addresses]
         return KvCache._made(cache.id, desc, addresses, measured, self._dropped)
+
+
+def _load(engine: Engine, view: object, address: int, nbytes: int) -> bytes:
+    engine.require_open()
+    return engine.load(address, nbytes)

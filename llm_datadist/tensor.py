@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist import data_type
@@ -87,10 +87,13 @@ class Tensor:
     Notes
     -----
     `KvCacheManager.get_cache_tensors` makes tensors that show a cache's memory; these, and arrays from their `numpy`,
-    keep the memory readable after the cache is gone.
+    keep the memory readable after the cache is gone. Memory of a device that the processor can't read is not shown but
+    copied by each `numpy`, until `finalize`.
     """
 
-    _array: NDArray[Any]
+    _shown: NDArray[Any] | None
+    #: Fetches the values, where memory can't be shown.
+    _fetch: Callable[[], NDArray[Any]]
     _desc: TensorDesc
 
     def __init__(self, data: NDArray[Any] | Tensor, tensor_desc: TensorDesc | None = None) -> None:
@@ -102,8 +105,12 @@ class Tensor:
             source, self._desc = data._array, data._desc
         else:
             source, self._desc = data, _describe(data, tensor_desc)
-        self._array = np.array(source, order="C")
-        self._array.flags.writeable = False
+        self._shown = np.array(source, order="C")
+        self._shown.flags.writeable = False
+
+    @property
+    def _array(self) -> NDArray[Any]:
+        return self._fetch() if self._shown is None else self._shown
 
     @classmethod
     def _over(cls, holder: object, address: int, desc: TensorDesc) -> Tensor:
@@ -120,12 +127,27 @@ class Tensor:
         """
         import numpy as np
 
-        if desc.dtype is DataType.DT_STRING:
-            typestr = f"|V{ELEMENT_BYTES[desc.dtype]}"
-        else:
-            typestr = np.dtype(data_type.dtype_to_np_dtype[desc.dtype]).str
         tensor = cls.__new__(cls)
-        tensor._array = np.asarray(_Memory(holder, address, tuple(desc.shape), typestr))
+        tensor._shown = np.asarray(_Memory(holder, address, tuple(desc.shape), _typestr(desc)))
+        tensor._desc = desc
+        return tensor
+
+    @classmethod
+    def _fetching(cls, load: Callable[[], bytes], desc: TensorDesc) -> Tensor:
+        """Make a tensor whose values are fetched from a device's memory each time they are asked for.
+
+        Parameters
+        ----------
+        load : callable
+            Gives the bytes of the elements in C order.
+        desc : TensorDesc
+            Their type and shape.
+        """
+        import numpy as np
+
+        tensor = cls.__new__(cls)
+        tensor._shown = None
+        tensor._fetch = lambda: np.frombuffer(load(), _typestr(desc)).reshape(desc.shape)
         tensor._desc = desc
         return tensor
 
@@ -162,6 +184,14 @@ class Tensor:
 
     def __repr__(self) -> str:
         return f"Tensor({self.numpy(copy=True)}, tensor_desc={self._desc})"
+
+
+def _typestr(desc: TensorDesc) -> str:
+    import numpy as np
+
+    if desc.dtype is DataType.DT_STRING:
+        return f"|V{ELEMENT_BYTES[desc.dtype]}"
+    return np.dtype(data_type.dtype_to_np_dtype[desc.dtype]).str
 
 
 def _describe(array: NDArray[Any], expected: TensorDesc | None) -> TensorDesc:

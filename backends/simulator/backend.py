@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from llm_datadist._kernels.runs import Plan
+from llm_datadist._kernels.runs import Bases, Plan, span_runs
 from llm_datadist.backend import (
     Backend,
     BackendError,
@@ -48,7 +48,15 @@ class SimulatorBackend(Backend):
         Says how much memory may still be taken; by default what the kernel tells.
     """
 
-    capabilities = Capabilities(mapped_words=True, alignment=512)
+    capabilities = Capabilities(
+        mapped_words=True,
+        alignment=512,
+        sparse=True,
+        host_access=True,
+        late_regions=True,
+        network=False,
+        self_link=True,
+    )
 
     def __init__(self, room: Callable[[], limits.Room] = limits.room) -> None:
         #: Faults for tests; nothing is looked at or counted while it is None.
@@ -115,6 +123,18 @@ class SimulatorBackend(Backend):
 
     def copy(self, plan: Plan, *, ordered: bool) -> None:
         self.user_memory.copy(plan, self._threads, ordered=ordered)
+
+    def load(self, address: int, nbytes: int) -> bytes:
+        data = ctypes.create_string_buffer(nbytes)
+        self.copy(Plan(Bases([address], [ctypes.addressof(data)]), span_runs(0, 0, nbytes)), ordered=True)
+        return data.raw
+
+    def store(self, address: int, data: bytes) -> None:
+        source = ctypes.create_string_buffer(data, len(data))
+        self.copy(Plan(Bases([ctypes.addressof(source)], [address]), span_runs(0, 0, len(data))), ordered=True)
+
+    def remap(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Do nothing: host memory that stands for a device's keeps its pages."""
 
     def hold(self, region: Region) -> object:
         # Whoever registers memory keeps it; there is nothing here that could.

@@ -129,6 +129,10 @@ class SimulatorEndpoint(Endpoint):
         faults = self._backend.faults
         return not self._closed and not (faults is not None and faults.drop) and self._liveness.alive()
 
+    def revoked(self) -> bool:
+        # The peer keeps its mapping of this side's memory as long as its process lives.
+        return False
+
     def close(self) -> None:
         self._closed = True
         self._pools.clear()

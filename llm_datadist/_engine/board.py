@@ -6,15 +6,15 @@ that comes late means nothing to the next owner of the same word.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable
 
 from llm_datadist._engine.directory import MAX_LINKS, PAGE, Entry, Layout, Unreadable
 from llm_datadist._engine.space import Space
 from llm_datadist._kernels import words
 from llm_datadist.backend import Window
 
-__all__ = ["Board", "PeerBoard"]
+__all__ = ["Board", "MappedBoard", "PeerBoard"]
 
 PINS_AT = PAGE
 SPENT_AT = PINS_AT + MAX_LINKS * 16
@@ -62,7 +62,31 @@ class Board:
         return words.equal_words(self._base + SPENT_AT, bindings)
 
 
-class PeerBoard:
+class PeerBoard(ABC):
+    """A peer's board. How its words are reached is a matter of the subclass."""
+
+    @abstractmethod
+    def pin(self, slot: int, generation: int) -> None:
+        """Say that I write into the memory of this generation, before I look whether it is still there."""
+
+    @abstractmethod
+    def unpin(self, slot: int) -> None:
+        """Say that I write no more. Harmless when nothing was pinned."""
+
+    @abstractmethod
+    def is_spent(self, entry: Entry) -> bool:
+        """Say whether someone has pulled what this key stood for."""
+
+    @abstractmethod
+    def spend(self, entry: Entry) -> None:
+        """Tell the owner that this key has been pulled."""
+
+    @abstractmethod
+    def spend_tensors(self, entry: Entry, tensors: range, num_tensors: int) -> None:
+        """Tell the owner that these tensors have been pulled; the last of all spends the key."""
+
+
+class MappedBoard(PeerBoard):
     """A peer's board, mapped here."""
 
     def __init__(self, window: Window, directory: Layout) -> None:
@@ -73,23 +97,18 @@ class PeerBoard:
             raise Unreadable(f"the peer's board has {window.nbytes} bytes, its directory needs {self._tags_at}")
 
     def pin(self, slot: int, generation: int) -> None:
-        """Say that I write into the memory of this generation, before I look whether it is still there."""
         words.store(self._base + PINS_AT + slot * 16, generation)
 
     def unpin(self, slot: int) -> None:
-        """Say that I write no more."""
         words.store(self._base + PINS_AT + slot * 16, 0)
 
     def is_spent(self, entry: Entry) -> bool:
-        """Say whether someone has pulled what this key stood for."""
         return words.load(self._base + SPENT_AT + entry.number * 8) == entry.generation
 
     def spend(self, entry: Entry) -> None:
-        """Tell the owner that this key has been pulled."""
         words.store(self._base + SPENT_AT + entry.number * 8, entry.generation)
 
-    def spend_tensors(self, entry: Entry, tensors: Iterable[int], num_tensors: int) -> None:
-        """Tell the owner that these tensors have been pulled; the last of all spends the key."""
+    def spend_tensors(self, entry: Entry, tensors: range, num_tensors: int) -> None:
         if entry.tags % 4 or not self._tags_at <= entry.tags <= self._nbytes - num_tensors * 4:
             # A peer that publishes nonsense only loses the release of its own key.
             return

@@ -151,6 +151,9 @@ class Caches:
         self._board = board
         self._pools = list(pools)
         self._cache_manager = cache_manager
+        # A table of fixed size is a limit of what may be asked for; one that grows ends with the memory.
+        sparse = backend.capabilities.sparse
+        self._table_full = self._out_of_memory() if sparse else LLMStatusCode.LLM_PARAM_INVALID
         self._lock = threading.Lock()
         self._caches: dict[int, Cache] = {}
         self._keys: dict[Key, Binding] = {}
@@ -399,7 +402,7 @@ class Caches:
                 )
                 record_at = self._directory.write_record(record)
             except MemoryError as e:
-                raise LLMException(str(e), status_code=self._out_of_memory()) from e
+                raise LLMException(str(e), status_code=self._table_full) from e
             n = geometry.num_tensors
             flat = [address for _, address in where]
             cache = Cache(

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import struct
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from llm_datadist._engine.space import Space
 from llm_datadist._kernels import words
+from llm_datadist._kernels.hostcopy import Guard
 from llm_datadist.backend import Window
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Entry",
     "Key",
     "Layout",
+    "MappedDirectory",
     "PeerDirectory",
     "Record",
     "Unreadable",
@@ -262,62 +265,66 @@ class Directory:
         self._capacity, self._filled = capacity, self._live
 
 
-class PeerDirectory:
-    """A peer's directory, mapped here. Nothing in it is trusted: offsets are bounded, numbers are checked."""
+class PeerDirectory(ABC):
+    """A peer's directory. Nothing in it is trusted: offsets are bounded, numbers are checked.
 
-    def __init__(self, window: Window, incarnation: int) -> None:
-        self._base = window.address
-        try:
-            if window.nbytes > LARGEST_WINDOW:
-                raise ValueError(f"a directory of {window.nbytes} bytes is too large")
-            self.layout = Layout.of(window.nbytes)
-        except ValueError as e:
-            raise Unreadable(f"the peer's directory can't be one: {e}") from e
-        found = words.load(self._base + W_MAGIC), words.load(self._base + W_VERSION)
-        if found != (MAGIC, VERSION):
-            raise Unreadable(f"the peer's directory has magic and version {found}, expected {(MAGIC, VERSION)}")
-        if words.load(self._base + W_INCARNATION) != incarnation:
-            raise Unreadable("the peer's directory belongs to another incarnation than its greeting said")
-        if words.load(self._base + W_STATE) != LIVE:
-            raise Unreadable("the peer is being finalized")
+    How its words are read is a matter of the subclass.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    # ------------------------------------------------------------------ reading words
+
+    @abstractmethod
+    def guard(self, expected: Sequence[tuple[int, int]]) -> Any:
+        """Make a guard of (offset, value) words, for reads and writes over the link that this directory belongs to."""
+
+    @abstractmethod
+    def word(self, offset: int) -> int:
+        """Read one word."""
+
+    @abstractmethod
+    def find_once(self, key: Key) -> tuple[int, ...] | Literal[False] | None:
+        """Look a key up; False says that it must be done again."""
+
+    @abstractmethod
+    def list_once(self) -> Sequence[tuple[int, ...]] | Literal[False]:
+        """List the entries of all caches; False says that it must be done again."""
+
+    @abstractmethod
+    def _read_entry(self, offset: int) -> tuple[int, ...] | None:
+        """Read an entry's words, generation first."""
+
+    @abstractmethod
+    def _read_record(self, offset: int, limit: int) -> tuple[int, bytes] | None:
+        """Read a record of at most ``limit`` bytes."""
+
+    # ------------------------------------------------------------------ what they mean
 
     def link_word(self, slot: int) -> int:
-        """Give the address of the link word of a slot."""
-        return self._base + LINKS_AT + slot * 8
+        """Give the offset of the link word of a slot."""
+        return LINKS_AT + slot * 8
 
     def entry_word(self, entry: Entry) -> int:
-        """Give the address of an entry's generation."""
-        return self._base + self.layout.entries + entry.number * ENTRY_BYTES
+        """Give the offset of an entry's generation."""
+        return self.layout.entries + entry.number * ENTRY_BYTES
 
-    def record_word(self, entry: Entry) -> int:
-        """Give the address of a record's generation."""
-        return self._base + entry.record
+    def table_version(self) -> int:
+        """Give a number that moves with every cache that comes or goes."""
+        return self.word(W_TABLE)
 
     def find(self, key: Key, deadline_ns: int) -> Entry | None:
         """Look a key up; None says for certain that it was not there at one moment of the call."""
-        while (found := words.find(*self._index(), *key)) is False:
+        while (found := self.find_once(key)) is False:
             self._pause(deadline_ns)
         return None if found is None else self._bounded(Entry(*found))
 
     def caches(self, deadline_ns: int) -> list[Entry]:
         """List all caches."""
-        while (found := words.list_entries(*self._index(), CACHE)) is False:
+        while (found := self.list_once()) is False:
             self._pause(deadline_ns)
         return [self._bounded(Entry(*numbers)) for numbers in found]
-
-    def table_version(self) -> int:
-        """Give a number that moves with every cache that comes or goes."""
-        return words.load(self._base + W_TABLE)
-
-    def _index(self) -> tuple[int, int, int, int, int, int]:
-        return (
-            self._base + W_EPOCH,
-            self._base + W_CAPACITY,
-            self._base + self.layout.index,
-            self.layout.largest_index,
-            self._base + self.layout.entries,
-            self.layout.entry_count,
-        )
 
     @staticmethod
     def _pause(deadline_ns: int) -> None:
@@ -330,7 +337,7 @@ class PeerDirectory:
         number, generation = record.keys[slot] if slot < len(record.keys) else (0, 0)
         if not 0 < number <= self.layout.entry_count:
             return None
-        found = words.read_entry(self._base + self.layout.entries + (number - 1) * ENTRY_BYTES)
+        found = self._read_entry(self.layout.entries + (number - 1) * ENTRY_BYTES)
         if found is None or found[0] != generation:
             return None
         return found[1], self._bounded(Entry(number - 1, generation, *found[4:]))
@@ -342,7 +349,7 @@ class PeerDirectory:
 
     def record(self, entry: Entry) -> Record | None:
         """Read the record that an entry names; None if it has gone since."""
-        found = words.read_record(self._base + entry.record, min(self.layout.nbytes - entry.record, LARGEST_RECORD))
+        found = self._read_record(entry.record, min(self.layout.nbytes - entry.record, LARGEST_RECORD))
         if found is None or found[0] != entry.memory_generation:
             return None
         generation, body = found
@@ -367,3 +374,49 @@ class PeerDirectory:
             pairs[: devices * num_tensors],
             pairs[devices * num_tensors :],
         )
+
+
+class MappedDirectory(PeerDirectory):
+    """A peer's directory, mapped here."""
+
+    def __init__(self, window: Window, incarnation: int) -> None:
+        try:
+            if window.nbytes > LARGEST_WINDOW:
+                raise ValueError(f"a directory of {window.nbytes} bytes is too large")
+            super().__init__(Layout.of(window.nbytes))
+        except ValueError as e:
+            raise Unreadable(f"the peer's directory can't be one: {e}") from e
+        base = self._base = window.address
+        self._index = (
+            base + W_EPOCH,
+            base + W_CAPACITY,
+            base + self.layout.index,
+            self.layout.largest_index,
+            base + self.layout.entries,
+            self.layout.entry_count,
+        )
+        found = self.word(W_MAGIC), self.word(W_VERSION)
+        if found != (MAGIC, VERSION):
+            raise Unreadable(f"the peer's directory has magic and version {found}, expected {(MAGIC, VERSION)}")
+        if self.word(W_INCARNATION) != incarnation:
+            raise Unreadable("the peer's directory belongs to another incarnation than its greeting said")
+        if self.word(W_STATE) != LIVE:
+            raise Unreadable("the peer is being finalized")
+
+    def guard(self, expected: Sequence[tuple[int, int]]) -> Guard:
+        return Guard([(self._base + offset, value) for offset, value in expected])
+
+    def word(self, offset: int) -> int:
+        return words.load(self._base + offset)
+
+    def find_once(self, key: Key) -> tuple[int, ...] | Literal[False] | None:
+        return words.find(*self._index, *key)
+
+    def list_once(self) -> Sequence[tuple[int, ...]] | Literal[False]:
+        return words.list_entries(*self._index, CACHE)
+
+    def _read_entry(self, offset: int) -> tuple[int, ...] | None:
+        return words.read_entry(self._base + offset)
+
+    def _read_record(self, offset: int, limit: int) -> tuple[int, bytes] | None:
+        return words.read_record(self._base + offset, limit)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from llm_datadist._engine import codes, forks
+from llm_datadist._engine.asked import Answerer
 from llm_datadist._engine.board import Board
 from llm_datadist._engine.caches import Caches, Pool
 from llm_datadist._engine.communicators import Communicators
@@ -20,7 +21,7 @@ from llm_datadist._engine.directory import Directory
 from llm_datadist._engine.links import LinkRequest, Links, Terms
 from llm_datadist._engine.paths import Rules
 from llm_datadist._engine.space import Space
-from llm_datadist._engine.staging import STAGING_BYTES, Staging
+from llm_datadist._engine.staging import DENSE_STAGING_BYTES, SPARSE_STAGING_BYTES, Staging
 from llm_datadist._engine.transfers import Transfers
 from llm_datadist._log import get_logger
 from llm_datadist.backend import Backend, BackendError, MemoryKind, Region
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine"]
 
-DIRECTORY_BYTES = 256 << 20  # sparse: a page takes memory when it is first written
-BOARD_BYTES = 256 << 20
+#: Of the directory, and of the board: where a page takes memory when it is first written, and where all do.
+SPARSE_TABLE_BYTES = 256 << 20
+DENSE_TABLE_BYTES = 1 << 20
 CLUSTERS_PER_CALL = 16
 CLOSE_NS = 5 * 10**9
 
@@ -62,7 +64,8 @@ class Engine:
                 backend.open(config.devices, {**config.options, "llm.CopyThreads": str(config.copy_threads)})
                 undo.callback(backend.close)
                 incarnation = secrets.randbits(64)
-                directory_window, board_window = backend.make_windows(DIRECTORY_BYTES, BOARD_BYTES)
+                table_bytes = SPARSE_TABLE_BYTES if backend.capabilities.sparse else DENSE_TABLE_BYTES
+                directory_window, board_window = backend.make_windows(table_bytes, table_bytes)
                 self._directory = Directory(directory_window, incarnation)
                 board = Board(board_window, self._directory.layout.entry_count)
                 pools = self._reserve_pools()
@@ -83,7 +86,8 @@ class Engine:
                 config.remote_accessible,
                 len(config.devices),
             )
-            self.links = Links(backend, self._directory, board, terms, config.namespace, self._service)
+            answerer = Answerer(directory_window, board_window, incarnation)
+            self.links = Links(backend, self._directory, board, terms, config.namespace, self._service, answerer)
             self.caches.proved_gone = self.links.proved_gone
             self.staging = Staging(backend, staged, self.caches, self.links)
             self.links.listen(config.listen)
@@ -107,7 +111,9 @@ class Engine:
             return self._reserve_paged_pools()
         pools = []
         for device in self.config.devices:
-            region = self.backend.reserve(device, None, MemoryKind.DEVICE)
+            # Where memory is taken from the start, no more is taken than may be used.
+            nbytes = None if self.backend.capabilities.sparse else self.config.memory_limit
+            region = self.backend.reserve(device, nbytes, MemoryKind.DEVICE)
             limit = region.nbytes if self.config.memory_limit is None else self.config.memory_limit
             by = (
                 "llm.Simulator.AddressSpace"
@@ -134,7 +140,8 @@ class Engine:
         # Only memory that users register may be out of a peer's reach, and only this mode has that.
         if not self.config.cache_manager:
             return None
-        return self.backend.reserve(self.config.devices[0], STAGING_BYTES, MemoryKind.DEVICE)
+        nbytes = SPARSE_STAGING_BYTES if self.backend.capabilities.sparse else DENSE_STAGING_BYTES
+        return self.backend.reserve(self.config.devices[0], nbytes, MemoryKind.DEVICE)
 
     # ------------------------------------------------------------------ links
 
@@ -240,6 +247,26 @@ class Engine:
                 "links stand: unlink all clusters before switch_role", status_code=LLMStatusCode.LLM_EXIST_LINK
             )
         self.links.listen_instead(addresses)
+
+    # ------------------------------------------------------------------ memory
+
+    def load(self, address: int, nbytes: int) -> bytes:
+        """Give bytes of a cache, of whichever kind of memory."""
+        try:
+            return self.backend.load(address, nbytes)
+        except BackendError as e:
+            raise codes.exception_of(e, self.config.cache_manager) from e
+
+    def remap(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Tell the driver that (address, bytes) of registered memory have new pages."""
+        if not self.links.any_live():
+            raise LLMException(
+                "remap_registered_memory needs a link, and none stands", status_code=LLMStatusCode.LLM_NOT_YET_LINK
+            )
+        try:
+            self.backend.remap(ranges)
+        except BackendError as e:
+            raise codes.exception_of(e, self.config.cache_manager) from e
 
     # ------------------------------------------------------------------ the end
 

@@ -18,17 +18,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from llm_datadist._addresses import Address
 from llm_datadist._engine import codes, control
-from llm_datadist._engine.board import Board, PeerBoard
+from llm_datadist._engine.asked import Answerer, AskedBoard, AskedDirectory, GuardedMoves
+from llm_datadist._engine.board import Board, MappedBoard, PeerBoard
 from llm_datadist._engine.control import Channel, Gone, NotThere, Service, TimedOut
-from llm_datadist._engine.directory import MAX_LINKS, Directory, PeerDirectory, Unreadable
+from llm_datadist._engine.directory import MAX_LINKS, Directory, MappedDirectory, PeerDirectory, Unreadable
 from llm_datadist._engine.uses import Turn, Use
 from llm_datadist._engine.wire import Frame, Kind, Malformed
+from llm_datadist._kernels.runs import Plan
 from llm_datadist._log import get_logger
 from llm_datadist.backend import Backend, BackendError, Endpoint, Export, Failure, Pair
 from llm_datadist.status import LLMException, LLMStatusCode
@@ -94,6 +96,40 @@ class Answer:
         self.settled = threading.Event()
 
 
+class Greeting(NamedTuple):
+    """What the other side says of itself in a HELLO or WELCOME frame, checked."""
+
+    cluster_id: int
+    incarnation: int
+    slot: int
+    epoch: int
+    export: bytes
+    addresses: tuple[str, ...]
+    comm: str
+    #: Of the link, the same on both sides.
+    name: str
+    #: How far this side's clock is ahead, as far as one frame tells.
+    clock_ahead_ns: int
+
+    @classmethod
+    def of(cls, frame: Frame, addresses: tuple[str, ...], comm: str, name: str) -> Greeting:
+        """Read a frame; what a client alone says, or knows, is given."""
+        if not 8 <= len(name) <= 64:
+            raise Malformed(f"the name of a link has {len(name)} characters, expected 8 to 64")
+        try:
+            export = base64.b64decode(frame.text("export"), validate=True)
+        except ValueError as e:
+            raise Malformed(f"field 'export' is not base64: {e}") from e
+        slot, epoch = frame.number("slot", MAX_LINKS - 1), frame.number("epoch")
+        cluster_id, incarnation = frame.number("cluster_id"), frame.number("incarnation")
+        ahead_ns = time.monotonic_ns() - frame.number("clock_ns")
+        return cls(cluster_id, incarnation, slot, epoch, export, addresses, comm, name, ahead_ns)
+
+
+#: Copies a plan under a guard: (plan, guard, deadline in ns, route).
+Move: TypeAlias = Callable[[Plan, Any, int, int], None]
+
+
 @dataclass(eq=False)
 class Link:
     """One peer, and the data path to it."""
@@ -107,19 +143,28 @@ class Link:
     comm: str
     channel: Channel
     endpoint: Endpoint
-    directory: PeerDirectory
-    board: PeerBoard
     #: Slot of this link in my directory, which the peer's transfers look at.
     my_slot: int
     #: Slot and epoch of this link in the peer's directory, which my transfers look at.
     peer_slot: int
     peer_epoch: int
+    directory: PeerDirectory = field(init=False)
+    board: PeerBoard = field(init=False)
+    #: One-sided copies under a guard of ``directory``.
+    read: Move = field(init=False)
+    write: Move = field(init=False)
     state: State = State.READY
     reason: str = ""
     #: A user of this side has asked for the link, not only the peer's.
     wanted: bool = False
-    #: A transfer has gone by staging, which is said once.
+    #: A transfer has gone by staging, which is said once, and why.
     staged: bool = False
+    why_staged: str = ""
+    #: By when the operation that has the link must end.
+    deadline_ns: int = 0
+    #: What to add to a time of the peer's clock. On one host there is one clock; between hosts this is too much by the
+    #: time that the greeting was on its way.
+    clock_ahead_ns: int = 0
     #: Of the one transfer, check, or unlink at a time.
     turn: Turn = field(default_factory=Turn)
     #: What transfers keep from one to the next (see transfers.py).
@@ -128,8 +173,8 @@ class Link:
     requests: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
-    def guard_word(self) -> tuple[int, int]:
-        """Address and expected value of the word by which the peer can stop my transfers."""
+    def epoch_word(self) -> tuple[int, int]:
+        """Offset and expected value of the word of its directory by which the peer can stop my transfers."""
         return self.directory.link_word(self.peer_slot), self.peer_epoch
 
     def why_not(self) -> str:
@@ -161,8 +206,10 @@ class Links:
         terms: Terms,
         namespace: str,
         service: Service,
+        answerer: Answerer,
     ) -> None:
         self._backend = backend
+        self._answerer = answerer
         self._directory = directory
         self._board = board
         self.terms = terms
@@ -173,8 +220,8 @@ class Links:
         #: The links that lead to a cluster; in KvCacheManager mode those of each side apart.
         self._routes: dict[tuple[int, bool], list[Link]] = {}
         self._slots = deque(range(MAX_LINKS))
-        #: Slots whose peer was writing when its link went, with a pidfd of it, or -1.
-        self._lingering: dict[int, int] = {}
+        #: Slots whose peer was writing when its link went, with a pidfd of it (or -1) and the way that it had.
+        self._lingering: dict[int, tuple[int, Endpoint]] = {}
         #: Called with each new link of a communicator, which takes it over or raises `Gone`.
         self.entered: Callable[[Link], None] = lambda link: None
         #: Called in the service thread with each STAGE frame.
@@ -329,9 +376,21 @@ class Links:
         slot, epoch = self._take_slot()
         link = None
         try:
-            link = self._open(channel, frame, fds, slot, deadline_ns, client=False)
-            export = self._backend.export()
-            channel.send(Frame(Kind.WELCOME, body=self._greeting(export, slot, epoch)), deadline_ns, export.fds)
+            try:
+                greeting = Greeting.of(frame, tuple(frame.texts("local")), frame.text("comm"), frame.text("link"))
+                export = self._backend.export()
+                # First the welcome, since some backends need both sides in `connect` at the same time.
+                channel.send(Frame(Kind.WELCOME, body=self._greeting(export, slot, epoch)), deadline_ns, export.fds)
+            except BaseException:
+                close_all(fds)
+                raise
+            try:
+                link = self._open(channel, greeting, fds, slot, deadline_ns, client=False)
+            except (BackendError, Unreadable) as e:
+                # The client may be waiting for this side: it is told why that is in vain.
+                body = {"code": LLMStatusCode.LLM_LINK_FAILED.value, "text": _printable(str(e))}
+                channel.send(Frame(Kind.REFUSED, body=body), deadline_ns)
+                raise
             ready, extra = channel.receive(deadline_ns)
             close_all(extra)
             if ready.kind is not Kind.READY:
@@ -475,23 +534,32 @@ class Links:
             hello["local"] = [str(address) for address in request.local]
             hello["remote"] = [str(address) for address in request.remote]
             hello["comm"] = request.comm
+            hello["link"] = name = secrets.token_hex(12)
             hello["limit_ms"] = int(control.remaining(deadline_ns) * 1000)
             channel.send(Frame(Kind.HELLO, body=hello), deadline_ns, export.fds)
             answer, fds = channel.receive(deadline_ns)
-            if answer.kind is not Kind.WELCOME:
+            try:
+                if answer.kind is not Kind.WELCOME:
+                    raise _refusal(answer)
+                greeting = Greeting.of(answer, tuple(map(str, request.remote)), request.comm, name)
+                if greeting.cluster_id != request.cluster_id:
+                    raise Malformed(f"the listener says it is cluster {greeting.cluster_id}, not {request.cluster_id}")
+            except BaseException:
                 close_all(fds)
-                if answer.kind is Kind.REFUSED:
-                    code = LLMStatusCode.LLM_LINK_FAILED
-                    if answer.number("code") == LLMStatusCode.LLM_PARAM_INVALID.value:
-                        code = LLMStatusCode.LLM_PARAM_INVALID
-                    raise Refused(code, answer.text("text"))
-                raise Malformed(f"the answer is {answer.kind.name}, expected WELCOME")
-            link = self._open(channel, answer, fds, slot, deadline_ns, client=True, request=request)
+                raise
+            try:
+                link = self._open(channel, greeting, fds, slot, deadline_ns, client=True)
+            except BackendError as e:
+                # If the other side has failed too, it has said so, and its reason is the better one.
+                with suppress(Gone, Malformed):
+                    for said in channel.read():
+                        raise _refusal(said) from e
+                raise
             channel.send(Frame(Kind.READY), deadline_ns)
             ready, extra = channel.receive(deadline_ns)
             close_all(extra)
             if ready.kind is not Kind.READY:
-                raise Malformed(f"the answer is {ready.kind.name}, expected READY")
+                raise _refusal(ready)
             link.wanted = True
             if request.alias is not None:
                 link.cluster_id = request.alias
@@ -514,60 +582,54 @@ class Links:
             "devices": mine.devices,
             "slot": slot,
             "epoch": epoch,
+            "clock_ns": time.monotonic_ns(),
             "export": base64.b64encode(export.data).decode(),
         }
 
     def _open(
-        self,
-        channel: Channel,
-        frame: Frame,
-        fds: tuple[int, ...],
-        slot: int,
-        deadline_ns: int,
-        *,
-        client: bool,
-        request: LinkRequest | None = None,
+        self, channel: Channel, greeting: Greeting, fds: tuple[int, ...], slot: int, deadline_ns: int, *, client: bool
     ) -> Link:
-        try:
-            cluster_id = frame.number("cluster_id")
-            if request is not None and cluster_id != request.cluster_id:
-                raise Malformed(f"the listener says it is cluster {cluster_id}, not {request.cluster_id}")
-            incarnation = frame.number("incarnation")
-            peer_slot, peer_epoch = frame.number("slot", MAX_LINKS - 1), frame.number("epoch")
-            addresses = tuple(map(str, request.remote)) if request else tuple(frame.texts("local"))
-            comm = request.comm if request else frame.text("comm")
-            try:
-                data = base64.b64decode(frame.text("export"), validate=True)
-            except ValueError as e:
-                raise Malformed(f"field 'export' is not base64: {e}") from e
-        except BaseException:
-            close_all(fds)
-            raise
-        endpoint = self._backend.connect(
-            Export(data, fds), Pair(channel.socket, channel.pid, channel.pidfd), deadline_ns
+        """Open the data path. Takes the descriptors over."""
+        pair = Pair(channel.socket, channel.pid, channel.pidfd, greeting.name, client)
+        endpoint = self._backend.connect(Export(greeting.export, fds), pair, deadline_ns)
+        link = Link(
+            client,
+            greeting.cluster_id,
+            greeting.incarnation,
+            greeting.addresses,
+            greeting.comm,
+            channel,
+            endpoint,
+            slot,
+            greeting.slot,
+            greeting.epoch,
         )
+        if self._backend.capabilities.network:
+            link.clock_ahead_ns = greeting.clock_ahead_ns
         try:
-            if endpoint.windows is None:
-                raise BackendError(Failure.UNSUPPORTED, "this backend does not map the peer's directory")
-            directory = PeerDirectory(endpoint.windows[0], incarnation)
-            board = PeerBoard(endpoint.windows[1], directory.layout)
+            self._reach_words(link)
         except BaseException:
             endpoint.close()
             raise
-        return Link(
-            client,
-            cluster_id,
-            incarnation,
-            addresses,
-            comm,
-            channel,
-            endpoint,
-            directory,
-            board,
-            slot,
-            peer_slot,
-            peer_epoch,
-        )
+        return link
+
+    def _reach_words(self, link: Link) -> None:
+        """Find the way to the peer's directory and board, and to memory that they guard."""
+        endpoint = link.endpoint
+        if endpoint.windows is not None:
+            directory = MappedDirectory(endpoint.windows[0], link.incarnation)
+            link.directory, link.board = directory, MappedBoard(endpoint.windows[1], directory.layout)
+            link.read, link.write = endpoint.read, endpoint.write
+            return
+
+        def ask(kind: Kind, body: dict[str, object], deadline_ns: int | None) -> Frame:
+            return self.ask_in_transfer(link, kind, link.deadline_ns if deadline_ns is None else deadline_ns, body)
+
+        # Engines of one backend have directories of one size; a peer that lies loses only its own answers.
+        asked = AskedDirectory(self._directory.layout.nbytes, ask)
+        moves = GuardedMoves(endpoint, asked)
+        link.directory, link.board = asked, AskedBoard(ask, link.channel.hang_up)
+        link.read, link.write = moves.read, moves.write
 
     def _enter(self, link: Link) -> None:
         key = (link.client, link.cluster_id, () if link.client else link.addresses, link.comm)
@@ -606,7 +668,11 @@ class Links:
             self._remove(link, "the peer has unlinked")
         elif frame.kind is Kind.STAGE:
             self.stage(link, frame)
-        elif frame.kind in (Kind.PONG, Kind.UNLINKED, Kind.STAGED):
+        elif frame.kind is Kind.PEEK:
+            self.reply(link, Frame(Kind.PEEKED, frame.request, self._answerer.peek(frame)))
+        elif frame.kind is Kind.POKE:
+            self.reply(link, Frame(Kind.POKED, frame.request, self._answerer.poke(frame, link.my_slot)))
+        elif frame.kind in (Kind.PONG, Kind.UNLINKED, Kind.STAGED, Kind.PEEKED, Kind.POKED):
             answer = link.answers.pop(frame.request, None)
             if answer is not None:
                 answer.frame = frame
@@ -636,6 +702,15 @@ class Links:
             return answer.frame
         finally:
             link.answers.pop(request, None)
+
+    def ask_in_transfer(self, link: Link, kind: Kind, deadline_ns: int, body: dict[str, object]) -> Frame:
+        """Ask like `ask`, and fail like an endpoint."""
+        try:
+            return self.ask(link, kind, deadline_ns, body)
+        except TimedOut as e:
+            raise BackendError(Failure.TIMED_OUT, str(e)) from e
+        except Gone as e:
+            raise BackendError(Failure.PEER_GONE, str(e)) from e
 
     def _peer_gone(self, link: Link, why: str) -> None:
         # In the service thread. The entry stays, with its reason; what it held goes.
@@ -687,7 +762,8 @@ class Links:
             )
         if link.state is not State.READY:
             raise self.not_linked(link.cluster_id, link)
-        return time.monotonic_ns() + limit_ns
+        link.deadline_ns = time.monotonic_ns() + limit_ns
+        return link.deadline_ns
 
     def give_back(self, use: Use) -> None:
         """End the operation that had the link; if the link went meanwhile, let its memory go."""
@@ -811,7 +887,7 @@ class Links:
         """Say whether the peer of a link slot has ended, so that it writes no more. Silence is no proof."""
         with self._lock:
             if slot in self._lingering:
-                return _has_ended(self._lingering[slot])
+                return _is_harmless(*self._lingering[slot])
             for link in self._links.values():
                 if link.my_slot == slot:
                     return _has_ended(link.channel.pidfd)
@@ -820,8 +896,8 @@ class Links:
 
     def _sweep(self) -> None:
         """Give slots back whose last peer has unpinned or ended since. Under the lock."""
-        for slot, pidfd in list(self._lingering.items()):
-            if not self._board.pin(slot) or _has_ended(pidfd):
+        for slot, (pidfd, endpoint) in list(self._lingering.items()):
+            if not self._board.pin(slot) or _is_harmless(pidfd, endpoint):
                 del self._lingering[slot]
                 if pidfd >= 0:
                     os.close(pidfd)
@@ -844,7 +920,8 @@ class Links:
                 return
             self._directory.close_link(slot)
             if self._board.pin(slot) and not _has_ended(link.channel.pidfd):
-                self._lingering[slot] = os.dup(link.channel.pidfd) if link.channel.pidfd >= 0 else -1
+                pidfd = os.dup(link.channel.pidfd) if link.channel.pidfd >= 0 else -1
+                self._lingering[slot] = pidfd, link.endpoint
             else:
                 self._slots.append(slot)
         self.ended(link)
@@ -891,9 +968,28 @@ class Links:
 
     def _forget_lingering(self) -> None:
         while self._lingering:
-            _, pidfd = self._lingering.popitem()
+            _, (pidfd, _) = self._lingering.popitem()
             if pidfd >= 0:
                 os.close(pidfd)
+
+
+def _refusal(frame: Frame) -> Exception:
+    """Give the exception for an answer that is not the one hoped for."""
+    if frame.kind is not Kind.REFUSED:
+        return Malformed(f"the answer is {frame.kind.name}, expected WELCOME, READY or REFUSED in their order")
+    code = LLMStatusCode.LLM_LINK_FAILED
+    if frame.number("code") == LLMStatusCode.LLM_PARAM_INVALID.value:
+        code = LLMStatusCode.LLM_PARAM_INVALID
+    return Refused(code, frame.text("text"))
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text[:1000])
+
+
+def _is_harmless(pidfd: int, endpoint: Endpoint) -> bool:
+    """Say whether a peer whose link is gone can't write any more: its process has ended, or its way in is closed."""
+    return endpoint.revoked() or _has_ended(pidfd)
 
 
 def _has_ended(pidfd: int) -> bool:

@@ -1,7 +1,7 @@
 """Find what a key or an address of a peer stands for, and check it against a local cache.
 
-What comes out is ready to be copied: base addresses of tensor pairs, and the words that guard them. Nothing here asks
-the peer's process for anything, and nothing that it published is trusted further than its own memory.
+What comes out is ready to be copied: base addresses of tensor pairs, and the words that guard them. Nothing that the
+peer published is trusted further than its own memory.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from llm_datadist._engine.caches import Cache, Caches
 from llm_datadist._engine.directory import (
@@ -28,8 +29,6 @@ from llm_datadist._engine.directory import (
 )
 from llm_datadist._engine.layout import Layers, pair_tensors, select
 from llm_datadist._engine.links import Link
-from llm_datadist._kernels import words
-from llm_datadist._kernels.hostcopy import Guard
 from llm_datadist._kernels.runs import Bases
 from llm_datadist.backend import BackendError, Failure, MemoryKind, Place
 from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
@@ -71,12 +70,12 @@ class Found:
     #: The request key that a full pull spends, if any.
     spends: Entry | None
 
-    def guard(self, link: Link) -> Guard:
+    def guard(self, link: Link) -> Any:
         """Give the words that must not change while this is copied."""
-        pairs = [link.guard_word, (link.directory.record_word(self.entry), self.record.generation)]
+        pairs = [link.epoch_word, (self.entry.record, self.record.generation)]
         if self.key.kind != CACHE:
             pairs.append((link.directory.entry_word(self.entry), self.entry.generation))
-        return Guard(pairs)
+        return link.directory.guard(pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,8 @@ class Path:
     found: Found
     bases: Bases
     route: int
-    guard: Guard
+    #: For `Link.read` and `Link.write`.
+    guard: Any
     #: Which tensors of the source take part.
     source_tensors: range
 
@@ -106,7 +106,8 @@ def absent(key: Key, slot: int) -> LLMException:
 
 def require_epoch(link: Link) -> None:
     """Tell a peer that has gone or dropped the link from one that lacks a key."""
-    if not link.usable() or words.load(link.guard_word[0]) != link.peer_epoch:
+    offset, epoch = link.epoch_word
+    if not link.usable() or link.directory.word(offset) != epoch:
         raise BackendError(Failure.PEER_GONE, "the peer has gone, or dropped the link")
 
 
@@ -222,6 +223,7 @@ def _place(link: Link, record: Record, position: int, offset: int, nbytes: int) 
     except BackendError as e:
         if e.kind is not Failure.UNSUPPORTED:
             raise
+        link.why_staged = e.text
         return Place(position * record.tensor_bytes + offset, STAGED)
 
 

@@ -14,23 +14,24 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from llm_datadist._engine import control
 from llm_datadist._engine.caches import Caches
-from llm_datadist._engine.control import Gone, TimedOut
+from llm_datadist._engine.control import remaining
 from llm_datadist._engine.directory import Record, Unreadable
 from llm_datadist._engine.links import Link, Links
 from llm_datadist._engine.space import Space
 from llm_datadist._engine.uses import Use
 from llm_datadist._engine.wire import Frame, Kind, Malformed
-from llm_datadist._kernels.hostcopy import Guard
 from llm_datadist._kernels.runs import Bases, Plan, span_runs
 from llm_datadist.backend import Backend, BackendError, Failure, Place, Region
 
-__all__ = ["STAGING_BYTES", "Staging"]
+__all__ = ["DENSE_STAGING_BYTES", "SPARSE_STAGING_BYTES", "Staging"]
 
 AREA_BYTES = 256 << 10
-STAGING_BYTES = 512 * AREA_BYTES  # sparse: an area takes memory when its link is first staged
+#: Where an area takes memory when its link is first staged, and where all of them do from the start.
+SPARSE_STAGING_BYTES = 512 * AREA_BYTES
+DENSE_STAGING_BYTES = 64 * AREA_BYTES
 #: So that a request fits into a frame.
 PIECES = 512
 
@@ -105,7 +106,7 @@ class Staging:
         self._region = region
         self._caches = caches
         self._links = links
-        self._space = Space(STAGING_BYTES if region is not None else 0, AREA_BYTES)
+        self._space = Space(region.nbytes if region is not None else 0, AREA_BYTES)
         #: The areas of links that have been staged; only the worker looks at them.
         self._areas: dict[Link, int] = {}
         #: Requests of peers, and links that have ended.
@@ -115,21 +116,20 @@ class Staging:
 
     # ------------------------------------------------------------------ the initiator
 
-    def read(self, link: Link, record: Record, plan: Plan, guard: Guard, deadline_ns: int) -> None:
+    def read(self, link: Link, record: Record, plan: Plan, guard: Any, deadline_ns: int) -> None:
         """Copy a plan from the peer; like `Endpoint.read`."""
         self._transfer(link, record, plan, guard, deadline_ns, write=False)
 
-    def write(self, link: Link, record: Record, plan: Plan, guard: Guard, deadline_ns: int) -> None:
+    def write(self, link: Link, record: Record, plan: Plan, guard: Any, deadline_ns: int) -> None:
         """Copy a plan to the peer; like `Endpoint.write`."""
         self._transfer(link, record, plan, guard, deadline_ns, write=True)
 
-    def _transfer(self, link: Link, record: Record, plan: Plan, guard: Guard, deadline_ns: int, *, write: bool) -> None:
+    def _transfer(self, link: Link, record: Record, plan: Plan, guard: Any, deadline_ns: int, *, write: bool) -> None:
         if not link.staged:
             link.staged = True
             warnings.warn(
                 f"registered memory of cluster {link.cluster_id} can't be reached directly, so it is copied piece by "
-                "piece with that process's help, which is slow (Yama or a container forbids reading it; see "
-                "llm.Simulator.AllowPtracer)",
+                f"piece with that process's help, which is slow: {link.why_staged}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -139,13 +139,13 @@ class Staging:
                 if write:
                     area = self._ask(link, record, Chunk(), deadline_ns, write=False)
                     for part in chunk.plans(area.base, into_area=True):
-                        link.endpoint.write(part, guard, deadline_ns, area.route)
+                        link.write(part, guard, deadline_ns, area.route)
                     moved = True  # from now on bytes may have come to their place
                     self._ask(link, record, chunk, deadline_ns, write=True)
                 else:
                     area = self._ask(link, record, chunk, deadline_ns, write=False)
                     for part in chunk.plans(area.base, into_area=False):
-                        link.endpoint.read(part, guard, deadline_ns, area.route)
+                        link.read(part, guard, deadline_ns, area.route)
                         moved = True
         except BackendError as e:
             if e.kind is Failure.STALE and moved:
@@ -161,16 +161,12 @@ class Staging:
             "write": int(write),
             "deadline_ns": deadline_ns,
         }
+        answer = self._links.ask_in_transfer(link, Kind.STAGE, deadline_ns, body)
         try:
-            answer = self._links.ask(link, Kind.STAGE, deadline_ns, body)
             if "failed" in answer.body:
                 kind = {"stale": Failure.STALE, "invalid": Failure.INVALID}.get(answer.text("failed"), Failure.FAILED)
                 raise BackendError(kind, answer.text("text"))
             return link.endpoint.locate(answer.number("region"), answer.number("at"), AREA_BYTES)
-        except TimedOut as e:
-            raise BackendError(Failure.TIMED_OUT, str(e)) from e
-        except Gone as e:
-            raise BackendError(Failure.PEER_GONE, str(e)) from e
         except Malformed as e:
             raise Unreadable(str(e)) from e
 
@@ -197,7 +193,7 @@ class Staging:
         """End the worker; no request is served any more."""
         self._jobs.put(None)
         if self._worker is not None:
-            self._worker.join(control.remaining(deadline_ns))
+            self._worker.join(remaining(deadline_ns))
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -216,7 +212,7 @@ class Staging:
     def _serve(self, link: Link, frame: Frame) -> Frame:
         try:
             region, at = self._area(link)
-            self._copy(frame, region.address + at)
+            self._copy(link, frame, region.address + at)
         except BackendError as e:
             failed = {Failure.STALE: "stale", Failure.INVALID: "invalid"}.get(e.kind, "failed")
             return Frame(Kind.STAGED, frame.request, {"failed": failed, "text": e.text})
@@ -240,7 +236,7 @@ class Staging:
             self._areas[link] = at
         return self._region, at
 
-    def _copy(self, frame: Frame, area: int) -> None:
+    def _copy(self, link: Link, frame: Frame, area: int) -> None:
         numbers = frame.numbers("pieces")
         if len(numbers) % 3 or len(numbers) > 3 * PIECES:
             raise Malformed(f"a STAGE frame has {len(numbers)} numbers, expected three a piece")
@@ -251,8 +247,7 @@ class Staging:
             cache = self._caches.begin_generation(frame.number("cache"), frame.number("generation"), use)
             if cache is None:
                 raise BackendError(Failure.STALE, "the cache has been released")
-            # Both ends are on one host, so they have one clock.
-            if time.monotonic_ns() > frame.number("deadline_ns"):
+            if time.monotonic_ns() > frame.number("deadline_ns") + link.clock_ahead_ns:
                 raise BackendError(Failure.TIMED_OUT, "the request came too late")
             for tensor, offset, nbytes in pieces:
                 inside = offset + nbytes <= cache.geometry.tensor_bytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from llm_datadist._engine import codes, paths
 from llm_datadist._engine.caches import Cache, Caches
@@ -28,7 +29,6 @@ from llm_datadist._engine.links import Link, Links
 from llm_datadist._engine.paths import STAGED, AddressTable, Found, Path, Rules
 from llm_datadist._engine.staging import Staging
 from llm_datadist._engine.uses import Use, with_use
-from llm_datadist._kernels.hostcopy import Guard
 from llm_datadist._kernels.runs import Bases, Indices, Plan, Runs, block_runs, chunk_runs, span_runs
 from llm_datadist.backend import BackendError, Failure
 from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
@@ -169,7 +169,7 @@ class Transfers:
                 if path.route == STAGED:
                     self._staging.read(link, path.found.record, plan, path.guard, deadline_ns)
                 else:
-                    link.endpoint.read(plan, path.guard, deadline_ns, path.route)
+                    link.read(plan, path.guard, deadline_ns, path.route)
                 break
             except BackendError as e:
                 link.kept.pop(token, None)
@@ -349,7 +349,7 @@ class Transfers:
                 self._look_again(link, e, deadline_ns)
 
     def _write(
-        self, use: Use, link: Link, record: Record, plan: Plan, guard: Guard, deadline_ns: int, route: int
+        self, use: Use, link: Link, record: Record, plan: Plan, guard: Any, deadline_ns: int, route: int
     ) -> None:
         use.pin = link.board, link.peer_slot
         link.board.pin(link.peer_slot, record.generation)
@@ -357,7 +357,7 @@ class Transfers:
             if route == STAGED:
                 self._staging.write(link, record, plan, guard, deadline_ns)
             else:
-                link.endpoint.write(plan, guard, deadline_ns, route)
+                link.write(plan, guard, deadline_ns, route)
         finally:
             link.board.unpin(link.peer_slot)
 
@@ -396,6 +396,9 @@ class Transfers:
                 f"{self._timeout_ms} ms; the destination may be partly written; link the cluster again",
                 status_code=codes.timeout_code(self._rules.cache_manager),
             )
+        if error.breaks_link:
+            link.break_(f"a transfer failed: {error.text}")
+            return codes.exception_of(error, self._rules.cache_manager)
         try:
             paths.require_epoch(link)
         except BackendError:

@@ -29,6 +29,10 @@ class Kind(enum.IntEnum):
     PONG = 8
     STAGE = 9
     STAGED = 10
+    PEEK = 11
+    PEEKED = 12
+    POKE = 13
+    POKED = 14
 
 
 class Malformed(Exception):

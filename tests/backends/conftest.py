@@ -83,7 +83,7 @@ class Owner:
         self.pidfd = os.pidfd_open(self.process.pid)
         data, fds, _, _ = socket.recv_fds(self.control, 1 << 16, 16)
         self.export = Export(data, tuple(fds))
-        self.pair = Pair(self.control, self.process.pid, self.pidfd)
+        self.pair = Pair(self.control, self.process.pid, self.pidfd, "test link", True)
 
     def ask(self, command: str) -> int:
         """Send a command and wait for the number that answers it."""

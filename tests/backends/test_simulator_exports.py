@@ -33,7 +33,7 @@ class Link:
         self.regions = [owner.reserve(3, 5000, MemoryKind.DEVICE), owner.reserve(0, 1 << 21, MemoryKind.HOST)]
         self.export = owner.export()
         self.good = json.loads(self.export.data)
-        self.pair = Pair(control, os.getpid(), -1)
+        self.pair = Pair(control, os.getpid(), -1, "test link", True)
 
     def connect(self, data: bytes, fds: list[int]) -> Endpoint:
         duplicates = tuple(os.dup(fd) for fd in fds)

@@ -269,7 +269,8 @@ backend.commit(region, 0, 4096)
 holder = backend.hold(region)
 control, other = socket.socketpair()
 export = backend.export()
-endpoint = backend.connect(Export(export.data, tuple(map(os.dup, export.fds))), Pair(control, os.getpid(), -1), 0)
+pair = Pair(control, os.getpid(), -1, "test link", True)
+endpoint = backend.connect(Export(export.data, tuple(map(os.dup, export.fds))), pair, 0)
 address = endpoint.locate(0, 0, 1).base
 libc = ctypes.CDLL(None)
 libc.mmap.restype = ctypes.c_void_p

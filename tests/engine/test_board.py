@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from windows import SharedWindow
 
-from llm_datadist._engine.board import SPENT_AT, Board, PeerBoard, tag_of
+from llm_datadist._engine.board import SPENT_AT, Board, MappedBoard, tag_of
 from llm_datadist._engine.directory import Entry, Layout
 
 NBYTES = 1 << 20
@@ -29,7 +29,7 @@ def entry_of(number: int, generation: int, tags: int = 0) -> Entry:
 
 
 def test_spent_is_one_generation_of_one_entry(shared: SharedWindow) -> None:
-    owner, peer = Board(shared.window, LAYOUT.entry_count), PeerBoard(shared.window, LAYOUT)
+    owner, peer = Board(shared.window, LAYOUT.entry_count), MappedBoard(shared.window, LAYOUT)
     last = LAYOUT.entry_count - 1
     peer.spend(entry_of(3, 100))
     peer.spend(entry_of(last, 104))
@@ -47,7 +47,7 @@ def test_parts_spend_when_all_are_there(num_tensors: int, pulls: list[tuple[int,
     """Two keys whose tags lie side by side: each is spent exactly when its own parts cover all tensors (S-61)."""
     shared = SharedWindow(NBYTES)
     try:
-        owner, peer = Board(shared.window, LAYOUT.entry_count), PeerBoard(shared.window, LAYOUT)
+        owner, peer = Board(shared.window, LAYOUT.entry_count), MappedBoard(shared.window, LAYOUT)
         entries = [entry_of(i, 100 + 2 * i, owner.take_tags(num_tensors)) for i in range(2)]
         pulled: list[set[int]] = [set(), set()]
         for which, start, count in pulls:
@@ -63,7 +63,7 @@ def test_parts_spend_when_all_are_there(num_tensors: int, pulls: list[tuple[int,
 
 def test_tags_of_a_key_that_is_gone_do_not_count(shared: SharedWindow) -> None:
     """The next owner of tags starts from none, and late tags of the former one don't help it."""
-    owner, peer = Board(shared.window, LAYOUT.entry_count), PeerBoard(shared.window, LAYOUT)
+    owner, peer = Board(shared.window, LAYOUT.entry_count), MappedBoard(shared.window, LAYOUT)
     old = entry_of(0, 100, owner.take_tags(2))
     peer.spend_tensors(old, [0], 2)
     owner.give_tags(old.tags, 2)
@@ -79,7 +79,7 @@ def test_tags_of_a_key_that_is_gone_do_not_count(shared: SharedWindow) -> None:
 
 def test_tags_start_from_none_even_if_they_repeat(shared: SharedWindow) -> None:
     """Tags have 32 bits, so they repeat one day; what a former key left must not count then either."""
-    owner, peer = Board(shared.window, LAYOUT.entry_count), PeerBoard(shared.window, LAYOUT)
+    owner, peer = Board(shared.window, LAYOUT.entry_count), MappedBoard(shared.window, LAYOUT)
     old = entry_of(0, 100, owner.take_tags(2))
     peer.spend_tensors(old, [0], 2)
     owner.give_tags(old.tags, 2)
@@ -100,7 +100,7 @@ def test_tags_are_never_what_a_fresh_board_holds(generation: int) -> None:
 )
 def test_nonsense_places_of_tags_write_nothing(shared: SharedWindow, tags: int) -> None:
     """A peer that publishes a wrong place for its tags harms nobody but itself."""
-    peer = PeerBoard(shared.window, LAYOUT)
+    peer = MappedBoard(shared.window, LAYOUT)
     peer.spend_tensors(entry_of(0, 100, tags), [0, 1], 2)
     assert not any(shared.word(offset).value for offset in range(0, NBYTES, 8))
 

@@ -111,6 +111,7 @@ def hello(client: Engine, **changes: Any) -> tuple[dict[str, Any], tuple[int, ..
     export = client.backend.export()
     body: dict[str, Any] = client.links._greeting(export, 1000, 2**62)
     body |= {"want": 1, "local": ["192.168.0.9:0"], "remote": [str(ADDRESS)], "comm": "", "limit_ms": LIMIT_S * 1000}
+    body["link"] = "test link"
     return {name: value for name, value in (body | changes).items() if value is not None}, export.fds
 
 

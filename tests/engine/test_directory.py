@@ -35,7 +35,7 @@ from llm_datadist._engine.directory import (
     Entry,
     Key,
     Layout,
-    PeerDirectory,
+    MappedDirectory,
     Record,
     Unreadable,
 )
@@ -69,7 +69,7 @@ class DirectoryModel(RuleBasedStateMachine):
         super().__init__()
         self.shared = SharedWindow(NBYTES)
         self.owner = Directory(self.shared.window, INCARNATION)
-        self.reader = PeerDirectory(self.shared.window, INCARNATION)
+        self.reader = MappedDirectory(self.shared.window, INCARNATION)
         self.generations = itertools.count(2, 2)
         self.published: dict[Key, tuple[Entry, Record]] = {}
 
@@ -146,8 +146,8 @@ class DirectoryModel(RuleBasedStateMachine):
             entry, record = self.published[key]
             assert found == entry
             assert self.reader.record(found) == record
-            assert words.load(self.reader.entry_word(found)) == entry.generation
-            assert words.load(self.reader.record_word(found)) == record.generation
+            assert self.reader.word(self.reader.entry_word(found)) == entry.generation
+            assert self.reader.word(found.record) == record.generation
 
     def teardown(self) -> None:
         for key in list(self.published):
@@ -194,12 +194,12 @@ def test_arena_runs_out_with_an_error(shared: SharedWindow) -> None:
 def test_link_words(shared: SharedWindow) -> None:
     """Each link has a word of its own; closing the directory closes them all and says so."""
     owner = Directory(shared.window, INCARNATION)
-    reader = PeerDirectory(shared.window, INCARNATION)
+    reader = MappedDirectory(shared.window, INCARNATION)
     for slot in (0, 5, MAX_LINKS - 1):
         owner.open_link(slot, 1000 + slot)
-        assert words.load(reader.link_word(slot)) == 1000 + slot
+        assert reader.word(reader.link_word(slot)) == 1000 + slot
     owner.close_link(5)
-    assert [words.load(reader.link_word(slot)) for slot in (0, 5, MAX_LINKS - 1)] == [1000, 0, 1000 + MAX_LINKS - 1]
+    assert [reader.word(reader.link_word(slot)) for slot in (0, 5, MAX_LINKS - 1)] == [1000, 0, 1000 + MAX_LINKS - 1]
     owner.close()
     assert not any(shared.word(LINKS_AT + slot * 8).value for slot in range(MAX_LINKS))
     assert shared.word(W_STATE).value == CLOSING
@@ -208,7 +208,7 @@ def test_link_words(shared: SharedWindow) -> None:
 def test_key_of_a_slot(shared: SharedWindow) -> None:
     """The key of a slot is found as long as its binding lives, and never one that came after it."""
     owner = Directory(shared.window, INCARNATION)
-    reader = PeerDirectory(shared.window, INCARNATION)
+    reader = MappedDirectory(shared.window, INCARNATION)
     (number,) = owner.take_entries(1)
     record = Record(2, 1, 0, 1, 1, 3, 48, ((0, 0),), ((0, 0), (number + 1, 4)))
     at = owner.write_record(record)
@@ -224,7 +224,7 @@ def test_key_of_a_slot(shared: SharedWindow) -> None:
 def test_entry_read_before_its_records_room_was_used_again(shared: SharedWindow) -> None:
     """A reader that still holds an entry never takes the record that came after for its own."""
     owner = Directory(shared.window, INCARNATION)
-    reader = PeerDirectory(shared.window, INCARNATION)
+    reader = MappedDirectory(shared.window, INCARNATION)
     former = Record(2, 1, 0, 1, 1, 1, 64, ((0, 0),), ())
     at = owner.write_record(former)
     entry = Entry(0, 4, at, 0, 0, 2)
@@ -252,7 +252,7 @@ def test_reader_never_sees_a_mixed_record(shared: SharedWindow) -> None:
     assert writer.stdout
     try:
         assert writer.stdout.readline() == "ready\n"
-        reader = PeerDirectory(shared.window, directory_writer.INCARNATION)
+        reader = MappedDirectory(shared.window, directory_writer.INCARNATION)
         entries = records = absent = 0
         begin, end = time.monotonic(), time.monotonic() + 30
         while time.monotonic() < end and (
@@ -290,13 +290,13 @@ def test_reader_never_sees_a_mixed_record(shared: SharedWindow) -> None:
 
 def test_not_a_directory(shared: SharedWindow) -> None:
     with pytest.raises(Unreadable, match="magic"):
-        PeerDirectory(shared.window, INCARNATION)
+        MappedDirectory(shared.window, INCARNATION)
     Directory(shared.window, INCARNATION)
     with pytest.raises(Unreadable, match="incarnation"):
-        PeerDirectory(shared.window, INCARNATION + 1)
+        MappedDirectory(shared.window, INCARNATION + 1)
     shared.word(W_VERSION).value = 2
     with pytest.raises(Unreadable, match="version"):
-        PeerDirectory(shared.window, INCARNATION)
+        MappedDirectory(shared.window, INCARNATION)
 
 
 def test_too_small_a_window() -> None:
@@ -310,7 +310,7 @@ def test_too_small_a_window() -> None:
 )
 def test_endless_rebuild_ends_at_the_time_limit(shared: SharedWindow, offset: int, value: int) -> None:
     Directory(shared.window, INCARNATION)
-    reader = PeerDirectory(shared.window, INCARNATION)
+    reader = MappedDirectory(shared.window, INCARNATION)
     shared.word(offset).value = value
     begin = time.monotonic()
     with pytest.raises(Unreadable, match="time limit"):
@@ -321,7 +321,7 @@ def test_endless_rebuild_ends_at_the_time_limit(shared: SharedWindow, offset: in
 def test_full_index_ends(shared: SharedWindow) -> None:
     """An index without any empty word is searched once, not for ever."""
     owner = Directory(shared.window, INCARNATION)
-    reader = PeerDirectory(shared.window, INCARNATION)
+    reader = MappedDirectory(shared.window, INCARNATION)
     shared.word(W_CAPACITY).value = owner.layout.largest_index
     for i in range(owner.layout.largest_index):
         shared.word(owner.layout.index + i * 8).value = i << 32 | 1
@@ -332,7 +332,7 @@ def test_full_index_ends(shared: SharedWindow) -> None:
 def test_entry_that_points_elsewhere(shared: SharedWindow, offset: int | str) -> None:
     """A record lies in the arena, at a multiple of 8, or the directory is Unreadable; by key and by slot."""
     owner = Directory(shared.window, INCARNATION)
-    reader = PeerDirectory(shared.window, INCARNATION)
+    reader = MappedDirectory(shared.window, INCARNATION)
     if isinstance(offset, str):
         offset = owner.layout.arena + int(offset.removeprefix("arena").replace(" ", ""))
     (number,) = owner.take_entries(1)
@@ -347,7 +347,7 @@ def test_entry_that_points_elsewhere(shared: SharedWindow, offset: int | str) ->
 def test_slot_that_names_no_entry(shared: SharedWindow) -> None:
     """An entry number beyond the table is never looked at."""
     owner = Directory(shared.window, INCARNATION)
-    reader = PeerDirectory(shared.window, INCARNATION)
+    reader = MappedDirectory(shared.window, INCARNATION)
     at = owner.layout.arena
     for number in (owner.layout.entry_count + 1, 2**40, 2**64 - 1):
         # What lies behind the table would pass for an entry.
@@ -366,7 +366,7 @@ def test_hostile_bytes(data: st.DataObject) -> None:
     shared = SharedWindow(NBYTES)
     try:
         owner = Directory(shared.window, INCARNATION)
-        reader = PeerDirectory(shared.window, INCARNATION)
+        reader = MappedDirectory(shared.window, INCARNATION)
         layout = owner.layout
         targets = [W_EPOCH, W_CAPACITY, W_INCARNATION, W_MAGIC]
         published = []
@@ -407,7 +407,7 @@ def test_hostile_records_with_a_good_checksum(numbers: list[int], more: int) -> 
     shared = SharedWindow(NBYTES)
     try:
         owner = Directory(shared.window, INCARNATION)
-        reader = PeerDirectory(shared.window, INCARNATION)
+        reader = MappedDirectory(shared.window, INCARNATION)
         at = owner.layout.arena
         words.write_record(shared.window.address + at, 2, array("Q", numbers + [0] * more))
         try:

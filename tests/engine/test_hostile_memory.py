@@ -8,7 +8,7 @@ import os
 import pytest
 from windows import SharedWindow
 
-from llm_datadist._engine.board import SPENT_AT, PeerBoard
+from llm_datadist._engine.board import SPENT_AT, MappedBoard
 from llm_datadist._engine.directory import Layout, Unreadable
 from llm_datadist.backend import BackendError, Failure
 from llm_datadist.backends.simulator.segments import F_ADD_SEALS, HUGE_PAGE, READ_BY_PEERS, SHARED, map_peer
@@ -39,6 +39,6 @@ def test_a_board_too_small_for_its_directory_is_refused() -> None:
         small = SharedWindow(nbytes)
         try:
             with pytest.raises(Unreadable, match=f"{nbytes} bytes.*needs {needed}"):
-                PeerBoard(small.window, layout)
+                MappedBoard(small.window, layout)
         finally:
             small.close()
