@@ -7,7 +7,6 @@ import threading
 import time
 from typing import Final, Protocol
 
-from llm_datadist._log import get_logger
 from llm_datadist.backend import BackendError
 
 __all__ = ["Closer"]
@@ -58,4 +57,3 @@ class Closer:
                 ending.end(time.monotonic_ns() + LIMIT_NS)
             except BackendError as error:
                 self.failed.append(error.text)
-                get_logger().error("%s", error.text)

@@ -111,12 +111,14 @@ class AclEndpoint(Endpoint):
         self._transfer(plan, deadline_ns, write=True)
 
     def _transfer(self, plan: Plan, deadline_ns: int, *, write: bool) -> None:
-        if not self._turn.acquire(timeout=max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)):
-            raise BackendError(Failure.TIMED_OUT, f"another transfer with {self._name} did not end in time")
+        left_s = (deadline_ns - time.monotonic_ns()) / 1e9
+        if left_s <= 0 or not self._turn.acquire(timeout=left_s):
+            raise BackendError(Failure.TIMED_OUT, f"there was no time for a transfer with {self._name}")
         try:
             self._require_open()
             if self._broken:
-                raise BackendError(Failure.FAILED, f"the link with {self._name} is broken: {self._broken}")
+                text = f"the link with {self._name} is broken: {self._broken}"
+                raise BackendError(Failure.FAILED, text, breaks_link=True)
             direct, bounced = self._sort(plan, write)
             runs = plan.runs.tolist()
             if not write:
@@ -186,7 +188,7 @@ class AclEndpoint(Endpoint):
                     communicator.abort()
                 except NativeError as second:
                     text = f"{told}; and the stream could not be aborted, so bytes may still move: {second}"
-                    raise BackendError(Failure.FAILED, text, second.code) from error
+                    raise BackendError(Failure.FAILED, text, second.code, breaks_link=True) from error
             if told is error:
                 raise
             raise told from error
@@ -195,18 +197,17 @@ class AclEndpoint(Endpoint):
         """Say what to raise for a failure."""
         doing = f"{'writing to' if write else 'reading from'} {self._name} failed"
         if isinstance(error, NativeError):
-            error = failure(error, doing, step=Step.TRANSFER)
-            if not self._liveness.alive():
-                return BackendError(Failure.PEER_GONE, f"{error.text} (the peer is gone)", error.native_code)
-            return error
+            told = failure(error, doing, step=Step.TRANSFER)
+            kind = told.kind if self._liveness.alive() else Failure.PEER_GONE
+            return BackendError(kind, told.text, told.native_code, breaks_link=True)
         if isinstance(error, BackendError):
-            return BackendError(error.kind, f"{doing}: {error.text}", error.native_code)
+            return BackendError(error.kind, f"{doing}: {error.text}", error.native_code, breaks_link=True)
         return error
 
     # ------------------------------------------------------------------ the end
 
     def alive(self) -> bool:
-        return not self._closed and not self._broken and self._liveness.alive()
+        return not self._closed and self._liveness.alive()
 
     def close(self) -> None:
         if not self._closed:

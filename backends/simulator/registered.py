@@ -9,7 +9,7 @@ from typing import Final
 
 from llm_datadist._kernels.runs import Plan
 from llm_datadist.backend import MemoryKind, Region
-from llm_datadist.backends.host.memory import HostMemory, maps
+from llm_datadist.backends.host import memory
 
 __all__ = ["ADDRESSES", "REGISTERED", "UserMemory"]
 
@@ -25,14 +25,14 @@ class UserMemory:
     def __init__(self) -> None:
         #: Registered ranges that can't be read and written as they are.
         self._wild: list[tuple[int, int]] = []
-        self._memory = HostMemory()
+        self._memory = memory.HostMemory()
         self._lock = threading.Lock()
         self.add = self._memory.add
         self.copy = self._memory.copy
 
     def register(self, addresses: Sequence[int], nbytes: int) -> list[Region]:
         """Take in ranges of one size, and say it when there is no memory."""
-        mapped, usable = maps()
+        mapped, usable = memory.maps()
         absent = [address for address in addresses if mapped.gaps(address, address + nbytes)]
         if absent:
             warnings.warn(
