@@ -97,12 +97,14 @@ def _initialise(library: Library, undo: ExitStack) -> None:
 
 
 def _claim(library: Library, id: int, undo: ExitStack) -> Device:
+    count = ctypes.c_uint32()
     try:
+        library.call("aclrtGetDeviceCount", ctypes.byref(count))
+        if id >= count.value:
+            raise BackendError(Failure.INVALID, f"device {id} is not there: this process sees {count.value} devices")
         library.call("aclrtSetDevice", id)
     except NativeError as error:
-        count = ctypes.c_uint32()
-        known = "" if library.code("aclrtGetDeviceCount", ctypes.byref(count)) else f" (there are {count.value})"
-        raise failure(error, f"device {id}{known} could not be claimed", step=Step.DEVICE) from error
+        raise failure(error, f"device {id} could not be claimed", step=Step.DEVICE) from error
     undo.callback(library.call, "aclrtResetDevice", id)
     context = current_context(library)
     if context is None:
