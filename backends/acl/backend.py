@@ -92,14 +92,10 @@ class AclBackend(Backend):
             self._is_open = False
         for endpoint in list(self._endpoints):
             endpoint.close()
-        in_time = self._closer.close()
-        kept = self._closer.failed if in_time else ["links that did not end in time"]
-        kept = [*kept, *self._copies.close()]
-        if in_time:
-            kept += self._memory.close()
+        kept = self._closer.close() + self._copies.close()
+        # A card may still write where a link has not ended, so its memory stays registered and allocated.
+        kept = kept or self._memory.close() or self._release_devices()
         self._windows.clear()
-        if not kept:
-            kept = self._release_devices()
         if kept:
             warnings.warn(
                 f"the Ascend driver did not take back everything: {'; '.join(kept)}", RuntimeWarning, stacklevel=2
@@ -113,10 +109,11 @@ class AclBackend(Backend):
         return []
 
     def abandon(self) -> None:
-        # The driver does not survive a fork: not one call may be made. Takes no lock, which another thread may have
-        # held for ever.
-        self._is_open = False
-        self._endpoints = set()
+        # The driver does not survive a fork: not one call may be made. Takes no lock: in a forked child another thread
+        # may have held it for ever.
+        if self._is_open:
+            self._is_open = False
+            self._closer.abandon()
 
     # ------------------------------------------------------------------ memory
 

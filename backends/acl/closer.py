@@ -28,32 +28,40 @@ class Closer:
 
     def __init__(self) -> None:
         #: What could not be ended.
-        self.failed: list[str] = []
+        self._failed: list[str] = []
         self._jobs: queue.SimpleQueue[Ending | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._abandoned = False
+
+    def abandon(self) -> None:
+        """End nothing any more, in a forked child."""
+        self._abandoned = True
 
     def end(self, ending: Ending) -> None:
         """Have something ended soon."""
+        if self._abandoned:
+            return
         self._jobs.put(ending)
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="llm_datadist acl closer", daemon=True)
                 self._thread.start()
 
-    def close(self) -> bool:
-        """Wait for all that is to be ended; say whether that was done in time."""
+    def close(self) -> list[str]:
+        """Wait for all that is to be ended; say what could not be."""
         self._jobs.put(None)
         with self._lock:
             thread = self._thread
-        if thread is None:
-            return True
-        thread.join(ALL_LIMIT_S)
-        return not thread.is_alive()
+        if thread is not None:
+            thread.join(ALL_LIMIT_S)
+            if thread.is_alive():
+                return [*self._failed, f"links did not end within {ALL_LIMIT_S:.0f} s"]
+        return self._failed
 
     def _work(self) -> None:
         while (ending := self._jobs.get()) is not None:
             try:
                 ending.end(time.monotonic_ns() + LIMIT_NS)
             except BackendError as error:
-                self.failed.append(error.text)
+                self._failed.append(error.text)

@@ -180,3 +180,17 @@ def link_acl() -> Iterator[Callable[..., ascend.Link]]:
     yield make
     for link in links:
         link.close()
+
+
+@pytest.fixture
+def start_acl(driver: ascend.Ascend) -> Iterator[Callable[..., ascend.Owner]]:
+    """Start processes with an acl backend; give their device, options and environment."""
+    owners: list[ascend.Owner] = []
+
+    def start(device: int, options: dict[str, str] | None = None, **environment: str) -> ascend.Owner:
+        owners.append(ascend.Owner(device, options or {}, **environment))
+        return owners[-1]
+
+    yield start
+    for owner in owners:
+        owner.end()

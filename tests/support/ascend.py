@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import importlib.util
 import itertools
 import json
 import os
+import select
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -18,9 +22,12 @@ from llm_datadist._kernels.runs import Bases, Plan, Runs, span_runs
 from llm_datadist.backend import Endpoint, Export, MemoryKind, Pair, Place, Region
 from llm_datadist.backends.acl.backend import AclBackend
 
+OWNER = Path(__file__).with_name("acl_owner.py")
 FAKE = Path(__file__).parents[1] / "fakes" / "ascend"
 SECONDS = 30
 MIB = 1 << 20
+DEVICE, HOST = MemoryKind.DEVICE, MemoryKind.HOST
+MakeBackend = Callable[..., AclBackend]
 _names = (f"{os.getpid()}-{number}" for number in itertools.count())
 
 
@@ -42,6 +49,11 @@ class Ascend:
         self.paths = {"LLM_DATADIST_ACL_LIBRARY": str(acl), "LLM_DATADIST_HCCL_LIBRARY": str(hccl)}
         self._acl = ctypes.CDLL(str(acl), os.RTLD_NOW | os.RTLD_GLOBAL)
         self._acl.fake_violations.restype = ctypes.c_size_t
+
+    @classmethod
+    def loaded(cls) -> Ascend:
+        """Give the one that the environment names."""
+        return cls(*(Path(os.environ[f"LLM_DATADIST_{name}_LIBRARY"]) for name in ("ACL", "HCCL")))
 
     def reload(self) -> None:
         """Read the environment again."""
@@ -174,6 +186,77 @@ def write(endpoint: Endpoint, sources: Sequence[int], place: Place, runs: Runs, 
     endpoint.write(plan, None, deadline_in(seconds), place.route)
 
 
-MakeBackend = Callable[..., AclBackend]
-DEVICE, HOST = MemoryKind.DEVICE, MemoryKind.HOST
-__all__ = ["Ascend", "Export", "Link", "build", "deadline_in", "fill", "one", "read", "server", "write"]
+def in_process(script: str, **environment: str) -> str:
+    """Run a script in a process of its own; give what it prints."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+class Owner:
+    """The other process, and our end of the control connection to it."""
+
+    def __init__(self, device: int, options: dict[str, str], **environment: str) -> None:
+        self.control, other = socket.socketpair()
+        command = [sys.executable, str(OWNER), str(other.fileno()), json.dumps(options), str(device)]
+        self.process = subprocess.Popen(
+            command,
+            pass_fds=[other.fileno()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        other.close()
+        self.pidfd = os.pidfd_open(self.process.pid)
+        self.name = next(_names)
+
+    def tell(self, *call: object) -> None:
+        """Have it call a method."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(call) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
+        """Wait for what the method gives."""
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], SECONDS)[0], "no answer"
+        answer: str = json.loads(self.process.stdout.readline())
+        return answer
+
+    def ask(self, *call: object) -> str:
+        """Do both."""
+        self.tell(*call)
+        return self.answer()
+
+    def link(self, backend: AclBackend, seconds: float = SECONDS) -> Endpoint:
+        """Link a backend of this process with it."""
+        theirs = Export(base64.b64decode(self.ask("export")))
+        self.tell("connect", base64.b64encode(backend.export().data).decode(), self.name, seconds)
+        pair = Pair(self.control, self.process.pid, self.pidfd, self.name, True)
+        endpoint = backend.connect(theirs, pair, deadline_in(seconds))
+        assert self.answer() == ""
+        return endpoint
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.process.kill()
+        self.process.wait(SECONDS)
+
+    def end(self) -> None:
+        """End it as it likes to, if it still lives."""
+        if self.process.poll() is None:
+            assert self.ask("close") == ""
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+        self.control.close()
+        os.close(self.pidfd)
+        self.process.wait(SECONDS)
