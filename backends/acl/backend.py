@@ -61,6 +61,7 @@ class AclBackend(Backend):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_open = False
+        self._abandoned = False
         self._endpoints: set[AclEndpoint] = set()
         self._windows: list[mmap.mmap] = []
 
@@ -90,7 +91,8 @@ class AclBackend(Backend):
             if not self._is_open:
                 return
             self._is_open = False
-        for endpoint in list(self._endpoints):
+            endpoints = list(self._endpoints)
+        for endpoint in endpoints:
             endpoint.close()
         kept = self._closer.close() + self._copies.close()
         # A card may still write where a link has not ended, so its memory stays registered and allocated.
@@ -111,9 +113,7 @@ class AclBackend(Backend):
     def abandon(self) -> None:
         # The driver does not survive a fork: not one call may be made. Takes no lock: in a forked child another thread
         # may have held it for ever.
-        if self._is_open:
-            self._is_open = False
-            self._closer.abandon()
+        self._is_open, self._abandoned = False, True
 
     # ------------------------------------------------------------------ memory
 
@@ -188,18 +188,23 @@ class AclBackend(Backend):
         ]
         name = ", ".join(f"device {side.device_id} of server {side.server_id}" for side in described.sides)
         endpoint = AclEndpoint(communicators, described, self._copies, liveness, name, self._retire)
+        self._closer.start()
         with self._lock:
+            self._require_open()
             self._endpoints.add(endpoint)
         try:
             for communicator in communicators:
-                communicator.open(self._traffic, deadline_ns, liveness.alive)
+                communicator.open(self._traffic, deadline_ns, endpoint.alive)
         except BaseException:
             endpoint.close()
             raise
         return endpoint
 
     def _retire(self, endpoint: AclEndpoint) -> None:
-        self._endpoints.discard(endpoint)
+        if self._abandoned:
+            return
+        with self._lock:
+            self._endpoints.discard(endpoint)
         for communicator in endpoint.communicators:
             self._closer.end(communicator)
 

@@ -32,21 +32,18 @@ class Closer:
         self._jobs: queue.SimpleQueue[Ending | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._abandoned = False
 
-    def abandon(self) -> None:
-        """End nothing any more, in a forked child."""
-        self._abandoned = True
+    def start(self) -> None:
+        """Have the thread run, before there is something to end: when it is needed, nothing may fail."""
+        with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._work, name="llm_datadist acl closer", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def end(self, ending: Ending) -> None:
         """Have something ended soon."""
-        if self._abandoned:
-            return
         self._jobs.put(ending)
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="llm_datadist acl closer", daemon=True)
-                self._thread.start()
 
     def close(self) -> list[str]:
         """Wait for all that is to be ended; say what could not be."""

@@ -71,6 +71,8 @@ class Communicator:
         self._rdma = uses_rdma(mine, theirs)
         self.handle: int | None = None
         self._stream: Stream | None = None
+        #: Held while it is made, and while it ends.
+        self._stage = threading.Lock()
         self._bound: dict[int, Region] = {}
         self._local: RegionTable | None = None
         self._bounce: Region | None = None
@@ -127,14 +129,15 @@ class Communicator:
         BackendError
             What failed. `end` must follow.
         """
-        self._bounce = self._memory.reserve(self.device.id, BOUNCE_BYTES, MemoryKind.DEVICE, exported=False)
-        self._make(traffic, deadline_ns, alive)
-        self._memory.bind(self, self._bounce)
-        self._prepare(deadline_ns, alive)
-        try:
-            self._stream = Stream(self.device)
-        except NativeError as error:
-            raise failure(error, "no stream could be made for a link", step=Step.LINK) from error
+        with self._stage:
+            self._bounce = self._memory.reserve(self.device.id, BOUNCE_BYTES, MemoryKind.DEVICE, exported=False)
+            self._make(traffic, deadline_ns, alive)
+            self._memory.bind(self, self._bounce)
+            self._prepare(deadline_ns, alive)
+            try:
+                self._stream = Stream(self.device)
+            except NativeError as error:
+                raise failure(error, "no stream could be made for a link", step=Step.LINK) from error
 
     def _make(self, traffic: Traffic, deadline_ns: int, alive: Callable[[], bool]) -> None:
         config = comm_config(self._name, traffic.traffic_class, traffic.service_level)
@@ -219,16 +222,24 @@ class Communicator:
         BackendError
             ``UNLINK_FAILED``. What the peer's card might still write to stays registered.
         """
+        if not self._stage.acquire(timeout=max(0.0, _left_s(deadline_ns))):
+            raise BackendError(Failure.UNLINK_FAILED, "a link could not be ended, for it was still being made")
         try:
             with ExitStack() as steps:  # runs from the last to the first, also past failures
-                if self._stream is not None:
-                    steps.callback(self._stream.destroy)
+                steps.callback(self._end_stream)
                 steps.callback(self._release_bounce)
                 steps.callback(self._destroy, deadline_ns)
                 steps.callback(self._memory.unbind, self)
                 steps.callback(self.abort)
         except NativeError as error:
             raise failure(error, "a link could not be ended", step=Step.UNLINK) from error
+        finally:
+            self._stage.release()
+
+    def _end_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.destroy()
+            self._stream = None
 
     def _destroy(self, deadline_ns: int) -> None:
         while self.handle is not None:

@@ -66,6 +66,7 @@ class AclEndpoint(Endpoint):
         self._name = name
         self._retire = retire
         self._turn = threading.Lock()
+        self._closing = threading.Lock()
         self._closed = False
         #: Why nothing can be transferred any more; empty as long as it can.
         self._broken = ""
@@ -210,8 +211,9 @@ class AclEndpoint(Endpoint):
         return not self._closed and self._liveness.alive()
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
+        with self._closing:
+            closed, self._closed = self._closed, True
+        if not closed:
             self._retire(self)
 
     def revoked(self) -> bool:
