@@ -356,6 +356,6 @@ def _ask_tool(device_id: int, tool: str, why: str) -> Address:
             )
         except (OSError, subprocess.TimeoutExpired) as e:
             return Address("", f"{why}; {' '.join(command)} failed: {e!r:.200}")
-        if told := re.search(r"ipaddr:[ 	]*(\S+)", done.stdout):
+        if told := re.search(r"ipaddr:[ \t]*([0-9A-Fa-f.:]+)", done.stdout):
             return Address(ip_address(program, "ipaddr", told[1]), f"ipaddr of {' '.join(command)}")
     return Address("", f"{why}; {program} tells no address of device {device_id}")

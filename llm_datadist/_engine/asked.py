@@ -117,9 +117,9 @@ class AskedDirectory(PeerDirectory):
 class AskedBoard(PeerBoard):
     """A peer's board, which its owner writes to on request. The owner knows which link's pin is meant."""
 
-    def __init__(self, ask: Ask, hang_up: Callable[[], None]) -> None:
+    def __init__(self, ask: Ask, give_up: Callable[[str], None]) -> None:
         self._ask = ask
-        self._hang_up = hang_up
+        self._give_up = give_up
         self._pinned = False
 
     def pin(self, slot: int, generation: int) -> None:
@@ -131,9 +131,9 @@ class AskedBoard(PeerBoard):
             return
         try:
             self._ask(Kind.POKE, {"pin": 0}, time.monotonic_ns() + UNPIN_NS)
-        except (BackendError, Unreadable):
+        except (BackendError, Unreadable) as e:
             # The end of the connection says it too: the owner then waits for the endpoint to be taken down.
-            self._hang_up()
+            self._give_up(f"the end of a push could not be told (timed out): {e}")
         self._pinned = False
 
     def is_spent(self, entry: Entry) -> bool:

@@ -625,10 +625,14 @@ class Links:
         def ask(kind: Kind, body: dict[str, object], deadline_ns: int | None) -> Frame:
             return self.ask_in_transfer(link, kind, link.deadline_ns if deadline_ns is None else deadline_ns, body)
 
+        def give_up(why: str) -> None:
+            link.break_(why)
+            link.channel.hang_up()
+
         # Engines of one backend have directories of one size; a peer that lies loses only its own answers.
         asked = AskedDirectory(self._directory.layout.nbytes, ask)
         moves = GuardedMoves(endpoint, asked)
-        link.directory, link.board = asked, AskedBoard(ask, link.channel.hang_up)
+        link.directory, link.board = asked, AskedBoard(ask, give_up)
         link.read, link.write = moves.read, moves.write
 
     def _enter(self, link: Link) -> None:

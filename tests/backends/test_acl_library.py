@@ -261,23 +261,30 @@ print(json.dumps([library.has("aclrtMemsetAsync"), library.has("aclFinalize"), l
     assert call(tmp_path, script, **sources) == [False, True, True, True, False]
 
 
-def test_a_call_lets_other_threads_run(tmp_path: Path):
+def test_calls_let_other_threads_run(tmp_path: Path):
+    # Each of two calls waits in C for the other to begin.
     script = """
-thread = threading.Thread(target=lambda: library.call("aclrtFree", 8))
+codes = []
+thread = threading.Thread(target=lambda: codes.append(library.code("aclrtFree", None)))
 thread.start()
-waited = library.code("aclrtSynchronizeStream", None)
+codes.append(library.code("aclrtSynchronizeStream", None))
 thread.join()
-print(json.dumps(waited))
+print(json.dumps(codes))
 """
     sources = {
-        "before all": "static volatile int freed;",
-        "aclrtFree": "int aclrtFree(void *address) { freed = address != 0; return 0; }",
-        "aclrtSynchronizeStream": """
+        "before all": """
             #include <unistd.h>
-            int aclrtSynchronizeStream(void *stream)
-            { for (int ms = 0; ms < 30000 && !freed; ms++) usleep(1000); return stream != 0 || !freed; }""",
+            static volatile int begun[2];
+            static int meet(int me)
+            {
+                begun[me] = 1;
+                for (int ms = 0; ms < 20000 && !begun[!me]; ms++) usleep(1000);
+                return !begun[!me];
+            }""",
+        "aclrtFree": "int aclrtFree(void *address) { (void)address; return meet(0); }",
+        "aclrtSynchronizeStream": "int aclrtSynchronizeStream(void *stream) { (void)stream; return meet(1); }",
     }
-    assert call(tmp_path, script, **sources) == 0
+    assert call(tmp_path, script, **sources) == [0, 0]
 
 
 # --- structures ---------------------------------------------------------------------------------------------------
