@@ -7,6 +7,7 @@
 #include "fake.h"
 
 #define BATCH_LIMIT 4096
+#define SUMMED_END (256u << 10)
 
 API aclError aclrtMalloc(void **out, size_t size, int policy) {
     ENTER_CONTEXT;
@@ -83,17 +84,21 @@ API aclError aclrtMemGetAddressRange(void *address, void **base, size_t *size) {
     return ACL_OK;
 }
 
-static uint64_t checksum(const void *from, size_t size) {
-    const unsigned char *bytes = from;
-    uint64_t sum = size;
+static uint64_t sum_up(uint64_t sum, const char *bytes, size_t size) {
     for (; size >= 8; size -= 8, bytes += 8) {
         uint64_t word;
         memcpy(&word, bytes, 8);
         sum = (sum ^ word) * 0x9e3779b97f4a7c15ull;
     }
     while (size--)
-        sum = (sum ^ *bytes++) * 0x9e3779b97f4a7c15ull;
+        sum = (sum ^ (unsigned char)*bytes++) * 0x9e3779b97f4a7c15ull;
     return sum;
+}
+
+// Of a long buffer only both ends.
+static uint64_t checksum(const char *bytes, size_t size) {
+    size_t end = size < SUMMED_END ? size : SUMMED_END;
+    return sum_up(sum_up(size, bytes, end), bytes + size - end, end);
 }
 
 static bool pinned(const void *address, size_t size) {
@@ -217,11 +222,14 @@ static int check_memset(struct call *call, void *address, size_t max, size_t cou
 API aclError aclrtMemset(void *address, size_t max, int32_t value, size_t count) {
     ENTER_CONTEXT;
     (void)context;
-    LOCKED;
-    int code = check_memset(&call, address, max, count);
-    if (!code)
-        memset(fake_bytes(address), value, count);
-    return code == 1 ? ACL_OK : code;
+    {
+        LOCKED;
+        int code = check_memset(&call, address, max, count);
+        if (code)
+            return code == 1 ? ACL_OK : code;
+    }
+    memset(fake_bytes(address), value, count);
+    return ACL_OK;
 }
 
 static int run_memset(struct task *task, struct stream *stream) {
@@ -283,7 +291,8 @@ static int check_batch(struct call *call, void **dsts, size_t *dst_maxs, void **
     for (size_t k = 1; !bad && k < attr_count; k++)
         bad = attr_first[k] <= attr_first[k - 1] || attr_first[k] >= count;
     if (bad)
-        return fake_fail(call, RT_PARAM_INVALID, "A27", "the indices of the attributes don't rise from 0 to below %zu", count);
+        return fake_fail(call, RT_PARAM_INVALID, "A27", "the indices of the attributes don't rise from 0 to below %zu",
+                         count);
     if (!total)
         return 1;
     for (size_t i = 0, k = 0; i < count; i++) {
@@ -292,10 +301,9 @@ static int check_batch(struct call *call, void **dsts, size_t *dst_maxs, void **
         if (!sizes[i])
             continue;
         bool to = fake_on_device(dsts[i]), from = fake_on_device(srcs[i]);
-        const char *wrong = !dsts[i] || !srcs[i]                           ? "null pointer"
-                            : to == from                                   ? "both ends on the same side"
-                            : !location_fits(&attrs[k].dstLoc, dsts[i]) ||
-                                    !location_fits(&attrs[k].srcLoc, srcs[i])
+        const char *wrong = !dsts[i] || !srcs[i] ? "null pointer"
+                            : to == from         ? "both ends on the same side"
+                            : !location_fits(&attrs[k].dstLoc, dsts[i]) || !location_fits(&attrs[k].srcLoc, srcs[i])
                                 ? "the location contradicts the pointer"
                             : !fake_inside(to ? dsts[i] : srcs[i], sizes[i], true) ? "it leaves its allocation"
                                                                                    : NULL;
@@ -305,7 +313,8 @@ static int check_batch(struct call *call, void **dsts, size_t *dst_maxs, void **
         }
         if (pinned_only && !pinned(to ? srcs[i] : dsts[i], sizes[i])) {
             *fail_index = i;
-            return fake_fail(call, RT_PARAM_INVALID, "A25", "entry %zu: host memory that isn't from aclrtMallocHost", i);
+            return fake_fail(call, RT_PARAM_INVALID, "A25", "entry %zu: host memory that isn't from aclrtMallocHost",
+                             i);
         }
     }
     return ACL_OK;
@@ -327,11 +336,13 @@ API aclError aclrtMemcpyBatch(void **dsts, size_t *dst_maxs, void **srcs, size_t
                               size_t *fail_index) {
     ENTER_CONTEXT;
     (void)context;
-    LOCKED;
-    int code = check_batch(&call, dsts, dst_maxs, srcs, sizes, count, attrs, attr_first_index, attr_count, fail_index,
-                           false);
-    if (code)
-        return code == 1 ? ACL_OK : code;
+    {
+        LOCKED;
+        int code = check_batch(&call, dsts, dst_maxs, srcs, sizes, count, attrs, attr_first_index, attr_count,
+                               fail_index, false);
+        if (code)
+            return code == 1 ? ACL_OK : code;
+    }
     size_t *order = any_order(count);
     for (size_t i = 0; i < count; i++)
         if (sizes[order[i]])
@@ -349,7 +360,8 @@ API aclError aclrtMemcpyBatchAsync(void **dsts, size_t *dst_maxs, void **srcs, s
     struct stream *stream = fake_stream(&call, handle, context, false, &code);
     if (!stream)
         return code;
-    code = check_batch(&call, dsts, dst_maxs, srcs, sizes, count, attrs, attr_first_index, attr_count, fail_index, true);
+    code =
+        check_batch(&call, dsts, dst_maxs, srcs, sizes, count, attrs, attr_first_index, attr_count, fail_index, true);
     if (code)
         return code == 1 ? ACL_OK : code;
     size_t *order = any_order(count);

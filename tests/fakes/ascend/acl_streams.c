@@ -145,6 +145,13 @@ API int fake_release_stream(aclrtStream handle) {
     return 0;
 }
 
+// For tests: how many threads are inside a sync of this stream.
+API int fake_waiting(aclrtStream handle) {
+    LOCKED;
+    struct stream *stream = fake_find(STREAM, handle, NULL);
+    return stream ? stream->waiting : 0;
+}
+
 // Events: what is waited for is the last record at the time of the call.
 
 struct event {
@@ -154,8 +161,9 @@ struct event {
 
 static struct event *find_event(struct call *call, aclrtEvent handle, int *code) {
     struct event *event = fake_find(EVENT, handle, NULL);
-    *code = event ? ACL_OK
-                  : fake_fail(call, handle ? RT_INVALID_HANDLE : ACL_INVALID_PARAM, "A11", "%p is no live event", handle);
+    *code = event
+                ? ACL_OK
+                : fake_fail(call, handle ? RT_INVALID_HANDLE : ACL_INVALID_PARAM, "A11", "%p is no live event", handle);
     return event;
 }
 

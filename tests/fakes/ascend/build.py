@@ -38,8 +38,10 @@ def build(directory: Path, *, lacks: Collection[str] = (), sanitize: bool = Fals
     Returns
     -------
     tuple of Path
-        The ACL library and the HCCL library; the second finds the first in its own directory.
+        The ACL library and the HCCL library; the second finds the first in its own directory. A process can load
+        the libraries of one build only: both are loaded for all the world to see, so names of two would mix.
     """
+    directory = directory.resolve()
     exports = directory / "exports"
     hidden = "".join(f"{name}; " for name in lacks)
     exports.write_text(f"{{ global: acl*; Hccl*; fake_*; local: {hidden}*; }};\n")

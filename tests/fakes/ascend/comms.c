@@ -74,7 +74,8 @@ API HcclResult HcclRegisterGlobalMem(const CommMem *mem, void **handle) {
     *made = (struct region){.physical = physical, .type = mem->type, .address = mem->addr, .size = mem->size};
     *handle = made->handle = fake_handle(REGION, made);
     // Host memory of another kind is a matter of the wire, see Prepare.
-    if (!placed(made) && (made->type == MEMORY_DEVICE || fake_on_device(made->address) || fake_allocation(made->address)))
+    if (!placed(made) &&
+        (made->type == MEMORY_DEVICE || fake_on_device(made->address) || fake_allocation(made->address)))
         fake_fail(&call, HCCL_OK, "H9", "%p + %llu is not inside one %s allocation", mem->addr,
                   (unsigned long long)mem->size, mem->type == MEMORY_DEVICE ? "device" : "host");
     return HCCL_OK;
@@ -173,8 +174,8 @@ API HcclResult HcclRemapRegistedMemory(HcclComm *comms, CommMem *mems, uint64_t 
             struct region *each;
             size_t at = 0;
             while ((each = fake_each(REGION, &at)))
-                if (each->physical == context->physical && each->type == mems[k].type && each->address == mems[k].addr &&
-                    each->size == mems[k].size)
+                if (each->physical == context->physical && each->type == mems[k].type &&
+                    each->address == mems[k].addr && each->size == mems[k].size)
                     break;
             if (!each)
                 return fake_fail(&call, HCCL_PARA, "H36", "%p + %llu is not registered", mems[k].addr,
@@ -212,7 +213,8 @@ static int read_config(struct call *call, const HcclCommConfig *given, HcclCommC
         return fake_fail(call, HCCL_PARA, "H2", "deterministic %u", config->hcclDeterministic);
     if (version < 5)
         return HCCL_OK;
-    if (config->hcclRdmaTrafficClass != unset && (config->hcclRdmaTrafficClass > 255 || config->hcclRdmaTrafficClass % 4))
+    if (config->hcclRdmaTrafficClass != unset &&
+        (config->hcclRdmaTrafficClass > 255 || config->hcclRdmaTrafficClass % 4))
         return fake_fail(call, HCCL_PARA, "H2", "traffic class %u", config->hcclRdmaTrafficClass);
     if (config->hcclRdmaServiceLevel != unset && config->hcclRdmaServiceLevel > 7)
         return fake_fail(call, HCCL_PARA, "H2", "service level %u", config->hcclRdmaServiceLevel);
@@ -289,10 +291,11 @@ static int open_regions(struct call *call, struct peer *peer, struct offer *offe
         struct region *region = comm->opened[i];
         bool device = region->type == MEMORY_DEVICE, other = !device && !fake_allocation(region->address);
         if (!placed(region) && !other)
-            return fake_fail(call, HCCL_INTERNAL, "H9", "%p + %llu is not inside one allocation", (void *)region->address,
-                             (unsigned long long)region->size);
+            return fake_fail(call, HCCL_INTERNAL, "H9", "%p + %llu is not inside one allocation",
+                             (void *)region->address, (unsigned long long)region->size);
         if (peer->rdma && other) {
-            fake_fail(call, HCCL_OK, "H10", "%p is host memory that isn't from aclrtMallocHost", (void *)region->address);
+            fake_fail(call, HCCL_OK, "H10", "%p is host memory that isn't from aclrtMallocHost",
+                      (void *)region->address);
             if (fake_settings.pageable_fails)
                 return HCCL_INTERNAL;
         }
@@ -301,7 +304,6 @@ static int open_regions(struct call *call, struct peer *peer, struct offer *offe
             if (fake_settings.unaligned_fails)
                 return HCCL_INTERNAL;
         }
-        region->on_card |= peer->rdma;
         offers[i] = (struct offer){peer->rdma || device, region->type, (uint64_t)region->address, region->size};
     }
     return HCCL_OK;
@@ -384,10 +386,14 @@ API HcclResult HcclCommPrepare(HcclComm handle, const HcclPrepareConfig *config,
     comm->preparing = false;
     comm->prepared = !code;
     for (int i = 0; i < comm->table.count; i++) {
-        if (code)
-            hccl_part(&comm->peers[i]);
-        else if (i != comm->rank)
-            hccl_serve(&comm->peers[i]);
+        struct peer *peer = &comm->peers[i];
+        if (code) {
+            hccl_part(peer);
+        } else if (i != comm->rank) {
+            hccl_serve(peer);
+            for (size_t k = 0; k < comm->opened_count; k++)
+                comm->opened[k]->on_card |= peer->rdma;
+        }
     }
     return code;
 }
@@ -425,7 +431,8 @@ API HcclResult HcclExchangeMemDesc(HcclComm handle, uint32_t remote_rank, HcclMe
         moved = hccl_move(peer->meeting, number, sizeof *number, sending, until) && *number <= MOST_OFFERS;
         if (moved && !sending)
             received = calloc(theirs + 1, sizeof *received);
-        moved = moved && hccl_move(peer->meeting, sending ? local->array : received, *number * sizeof *received, sending, until);
+        moved = moved &&
+                hccl_move(peer->meeting, sending ? local->array : received, *number * sizeof *received, sending, until);
     }
     *actual = remote->arrayLength = theirs;
     if (!moved)
@@ -458,7 +465,8 @@ API HcclResult HcclCommDestroy(HcclComm handle) {
         return fake_fail(&call, HCCL_AGAIN, "H34", "comm '%s' is being prepared", comm->name);
     if (comm->pending && comm->busy_answers < 2) {
         comm->busy_answers++;
-        return fake_fail(&call, HCCL_AGAIN, "H34", "%zu transfers of comm '%s' haven't ended", comm->pending, comm->name);
+        return fake_fail(&call, HCCL_AGAIN, "H34", "%zu transfers of comm '%s' haven't ended", comm->pending,
+                         comm->name);
     }
     comm->prepared = false;
     comm->stopped = true;
@@ -473,10 +481,10 @@ API HcclResult HcclCommDestroy(HcclComm handle) {
 
 API const char *HcclGetErrorString(HcclResult code) {
     static const char *const names[] = {
-        "no error",    "parameter error", "null pointer",  "memory error",       "internal error", "not supported",
-        "not found",   "unavailable",     "system call",   "timeout",            "open file",      "tcp connect",
-        "roce connect", "tcp transfer",   "roce transfer", "runtime error",      "driver error",   "profiling error",
-        "cce error",   "network error",   "try again",     "remote error",       "suspending",
+        "no error",     "parameter error", "null pointer",  "memory error",  "internal error", "not supported",
+        "not found",    "unavailable",     "system call",   "timeout",       "open file",      "tcp connect",
+        "roce connect", "tcp transfer",    "roce transfer", "runtime error", "driver error",   "profiling error",
+        "cce error",    "network error",   "try again",     "remote error",  "suspending",
     };
     return code >= 0 && code < (int)(sizeof names / sizeof *names) ? names[code] : "unknown error";
 }

@@ -27,7 +27,8 @@ struct context *fake_context(struct call *call) {
 
 static struct context *make_context(int logical, bool is_default) {
     struct context *context = calloc(1, sizeof *context);
-    *context = (struct context){.logical = logical, .physical = fake_settings.visible[logical], .is_default = is_default};
+    *context =
+        (struct context){.logical = logical, .physical = fake_settings.visible[logical], .is_default = is_default};
     context->handle = fake_handle(CONTEXT, context);
     return context;
 }
@@ -128,7 +129,8 @@ API aclError aclrtDestroyContext(aclrtContext handle) {
     LOCKED;
     struct context *context = fake_find(CONTEXT, handle, NULL);
     if (!context || context->is_default)
-        return fake_fail(&call, RT_PARAM_INVALID, "A8", "%p is no context, was destroyed, or is a device's own", handle);
+        return fake_fail(&call, RT_PARAM_INVALID, "A8", "%p is no context, was destroyed, or is a device's own",
+                         handle);
     end_streams(&call, context->physical, context, "when its context is destroyed");
     fake_end(handle);
     return ACL_OK;
@@ -220,6 +222,6 @@ void fake_tell_leaks(const char *function, const char *when) {
             fake_record(function, "A32", "a context is live %s", when);
     for (int i = 0; i < 64; i++)
         if (devices[i].set)
-            fake_record(function, "A32", "device with physical id %d was set %u times more than reset %s", i, devices[i].set,
-                        when);
+            fake_record(function, "A32", "device with physical id %d was set %u times more than reset %s", i,
+                        devices[i].set, when);
 }

@@ -148,6 +148,7 @@ class Driver:
     """Both libraries, loaded. A function of theirs is an attribute: called with plain numbers, it gives its code."""
 
     def __init__(self, acl: Path, hccl: Path) -> None:
+        self.starts: dict[int, int] = {}
         self.acl = ctypes.CDLL(str(acl), ctypes.RTLD_GLOBAL)
         self.hccl = ctypes.CDLL(str(hccl), ctypes.RTLD_GLOBAL)
         for name, arguments in PROTOTYPES.items():
@@ -161,7 +162,7 @@ class Driver:
         self.acl.fake_violations.argtypes, self.acl.fake_violations.restype = [ctypes.c_char_p, SIZE], SIZE
         self.acl.fake_inject.argtypes = self.acl.fake_delay.argtypes = [ctypes.c_char_p]
         self.acl.fake_current.argtypes = [POINTER(INT), OUT]
-        self.acl.fake_release_stream.argtypes = [ADDRESS]
+        self.acl.fake_release_stream.argtypes = self.acl.fake_waiting.argtypes = [ADDRESS]
         self.acl.fake_layout.argtypes, self.acl.fake_layout.restype = [ctypes.c_char_p], ctypes.c_long
 
     def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
@@ -205,7 +206,14 @@ class Driver:
 
     def aligned(self, size: int) -> int:
         """Allocate device memory and give its first multiple of 2 MiB, behind which there is room for `size` bytes."""
-        return -(-self.out("aclrtMalloc", size + 2 * MIB, 0) // (2 * MIB)) * 2 * MIB
+        start = self.out("aclrtMalloc", size + 2 * MIB, 0)
+        aligned = -(-start // (2 * MIB)) * 2 * MIB
+        self.starts[aligned] = start
+        return aligned
+
+    def free_aligned(self, address: int) -> None:
+        """Free what `aligned` has given."""
+        self.do("aclrtFree", self.starts.pop(address))
 
     def write(self, device: int, data: bytes) -> None:
         """Copy bytes to device memory."""

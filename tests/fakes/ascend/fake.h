@@ -168,6 +168,7 @@ struct stream {
     uint64_t queued;            // number of the last task
     uint64_t finished;
     uint64_t released;          // lazy: tasks up to this number may run
+    int waiting;                // threads inside a sync
     int aborting;
     uint64_t aborts;
     bool aborted;

@@ -1,4 +1,5 @@
-// Handles: numbers that are no addresses, so that nobody reads what is behind them, and that stay known after their end.
+// Handles: numbers that are no addresses, so that nobody reads what is behind them, and that stay known after their
+// end.
 #include <stdlib.h>
 
 #include "fake.h"

@@ -1,7 +1,8 @@
 // Device memory that the host can't touch, and pinned host memory.
 //
 // Each physical device has a range of addresses without access rights, at the same place in every process; the bytes
-// are in a second mapping. Large allocations get their pattern at both ends only, so that they stay sparse.
+// are in a second mapping. Large allocations get their pattern at both ends and at the first 2 MiB boundary only, so
+// that they stay sparse; what is between is zero.
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>
@@ -78,16 +79,25 @@ static void open_space(int physical) {
     char *reserved = mmap(start, space->size, PROT_NONE, flags | MAP_FIXED_NOREPLACE, -1, 0);
     space->bytes = mmap(NULL, space->size, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (reserved != start || space->bytes == MAP_FAILED) {
-        fprintf(stderr, "fake Ascend driver: no room for %zu bytes of device memory at %p\n", space->size, (void *)start);
+        fprintf(stderr, "fake Ascend driver: no room for %zu bytes of device memory at %p\n", space->size,
+                (void *)start);
         abort();
     }
     space->start = space->next = start;
 }
 
-static void fill(char *bytes, size_t size, int pattern) {
-    size_t end = size < 2 * ENDS ? size - size / 2 : ENDS;
-    memset(bytes, pattern, size - end < ENDS ? size - end : ENDS);
-    memset(bytes + size - end, pattern, end);
+static void fill(const char *start, size_t size, int pattern) {
+    char *bytes = fake_bytes(start);
+    if (size <= 4 * ENDS) {
+        memset(bytes, pattern, size);
+        return;
+    }
+    memset(bytes, pattern, ENDS);
+    memset(bytes + size - ENDS, pattern, ENDS);
+    // Where a caller begins who needs HCCS.
+    size_t aligned = up((size_t)start, HUGE_PAGE) - (size_t)start;
+    if (aligned + ENDS < size)
+        memset(bytes + aligned, pattern, ENDS);
 }
 
 // The first gap of this size at or after `from`; NULL if there is none.
@@ -139,8 +149,8 @@ int fake_allocate(struct call *call, int physical, size_t size, void **out) {
         space->next = made->span + made->span_size;
     } else {
         made->span_size = up(size, PAGE);
-        made->span = made->start = mmap(NULL, made->span_size, PROT_READ | PROT_WRITE,
-                                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        made->span = made->start =
+            mmap(NULL, made->span_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (made->span == MAP_FAILED) {
             free(made);
             return fake_answer(call, RT_MEMORY_ALLOCATION, "%zu bytes can't be mapped", size);
@@ -148,26 +158,24 @@ int fake_allocate(struct call *call, int physical, size_t size, void **out) {
     }
     *used += charge;
     insert(made);
-    fill(fake_bytes(made->start), size, FRESH);
+    fill(made->start, size, FRESH);
     *out = made->start;
     return ACL_OK;
 }
 
 static void drop(struct allocation **at, bool in_use) {
     struct allocation *gone = *at;
-    char *bytes = fake_bytes(gone->start);
-    fill(bytes, gone->size, FREED);
     if (gone->physical >= 0) {
         spaces[gone->physical].used -= gone->charge;
-        char *middle = (char *)up((size_t)(bytes + ENDS), PAGE);
-        if (gone->size > 4 * ENDS)
-            madvise(middle, (bytes + gone->size - ENDS - middle) / PAGE * PAGE, MADV_DONTNEED);
+        madvise(fake_bytes(gone->span), gone->span_size, MADV_DONTNEED);
     } else {
         host_used -= gone->charge;
         // A task that still uses it is recorded, but must not bring the worker down.
         if (!in_use)
             munmap(gone->span, gone->span_size);
     }
+    if (gone->physical >= 0 || in_use)
+        fill(gone->start, gone->size, FREED);
     *at = gone->next;
     free(gone);
 }

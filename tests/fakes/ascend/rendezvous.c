@@ -95,12 +95,14 @@ static int unix_socket(void) {
 static bool hello_with(int fd, struct hello *hello, int *passed, bool sending, int64_t deadline_us) {
     char control[CMSG_SPACE(sizeof *passed)] __attribute__((aligned(8))) = {0};
     struct iovec part = {hello, sizeof *hello};
-    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
+    struct msghdr message = {
+        .msg_iov = &part, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
     struct cmsghdr *header = CMSG_FIRSTHDR(&message);
     if (!ready(fd, sending ? POLLOUT : POLLIN, deadline_us))
         return false;
     if (sending) {
-        *header = (struct cmsghdr){.cmsg_len = CMSG_LEN(sizeof *passed), .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS};
+        *header =
+            (struct cmsghdr){.cmsg_len = CMSG_LEN(sizeof *passed), .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS};
         memcpy(CMSG_DATA(header), passed, sizeof *passed);
         return sendmsg(fd, &message, MSG_NOSIGNAL) == sizeof *hello;
     }
@@ -238,8 +240,8 @@ int hccl_meet(struct call *call, struct peer *peer, int64_t deadline_us) {
         int error = errno;
         if (listener >= 0)
             close(listener);
-        return fake_answer(call, HCCL_NETWORK, "can't listen for rank %d of comm '%s': %s", peer->rank, peer->comm->name,
-                           strerror(error));
+        return fake_answer(call, HCCL_NETWORK, "can't listen for rank %d of comm '%s': %s", peer->rank,
+                           peer->comm->name, strerror(error));
     }
     int code = converse(call, peer, listener, deadline_us);
     close(listener);

@@ -1,7 +1,7 @@
 // Answers the requests of a peer: the bytes are moved here, in the process that owns the memory.
 #define _GNU_SOURCE
 #include <stdlib.h>
-#include <string.h>
+#include <sys/socket.h>
 
 #include "hccl.h"
 
@@ -23,8 +23,8 @@ static bool open_range(const struct peer *peer, const struct range *range) {
     for (size_t i = 0; i < peer->comm->opened_count; i++) {
         const struct region *region = peer->comm->opened[i];
         uint64_t start = (uint64_t)region->address;
-        if (range->address >= start && range->size <= region->size && range->address - start <= region->size - range->size &&
-            (peer->rdma || region->type == MEMORY_DEVICE))
+        if (range->address >= start && range->size <= region->size &&
+            range->address - start <= region->size - range->size && (peer->rdma || region->type == MEMORY_DEVICE))
             return hccl_region_live(region);
     }
     return false;
@@ -66,9 +66,11 @@ static void *serve(void *argument) {
     struct request request;
     struct range ranges[MOST_RANGES];
     while (hccl_move(peer->served, &request, sizeof request, false, -1) && request.magic == REQUEST_MAGIC &&
-           request.count <= MOST_RANGES &&
-           hccl_move(peer->served, ranges, request.count * sizeof *ranges, false, -1) && answer(peer, &request, ranges))
+           request.count <= MOST_RANGES && hccl_move(peer->served, ranges, request.count * sizeof *ranges, false, -1) &&
+           answer(peer, &request, ranges))
         ;
+    // The peer must not wait for an answer that won't come.
+    shutdown(peer->served, SHUT_RDWR);
     return NULL;
 }
 

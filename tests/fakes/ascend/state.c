@@ -231,8 +231,8 @@ static const char *due(const char *function, long *delay_ms) {
         fault->seen++;
         if (fault->delay_ms)
             *delay_ms += fault->delay_ms;
-        else if (!what[0] && (fault->percent ? fake_random(100) < fault->percent
-                                             : !fault->nth || fault->nth == fault->seen))
+        else if (!what[0] &&
+                 (fault->percent ? fake_random(100) < fault->percent : !fault->nth || fault->nth == fault->seen))
             memcpy(what, fault->what, sizeof what);
     }
     return what;
@@ -241,7 +241,8 @@ static const char *due(const char *function, long *delay_ms) {
 int fake_enter(struct call *call, const char *function) {
     *call = (struct call){.function = function};
     if (fake_forked)
-        return fake_fail(call, ACL_UNINITIALIZE, "fork", "called in a process that was forked after the library was loaded");
+        return fake_fail(call, ACL_UNINITIALIZE, "fork",
+                         "called in a process that was forked after the library was loaded");
     memset(thread()->given, '#', sizeof thread()->given - 1);
     atomic_fetch_add(&calls_inside, 1);
     call->entered = true;
@@ -276,7 +277,8 @@ bool fake_ready(struct call *call) {
     bool ready = init_count, before = !was_finalized;
     pthread_mutex_unlock(&fake_mutex);
     if (!ready)
-        fake_fail(call, ACL_UNINITIALIZE, before ? "A1" : "A4", before ? "called before aclInit" : "called after the library was finalised");
+        fake_fail(call, ACL_UNINITIALIZE, before ? "A1" : "A4",
+                  before ? "called before aclInit" : "called after the library was finalised");
     return ready;
 }
 

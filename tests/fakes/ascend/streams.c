@@ -211,11 +211,15 @@ int fake_sync(struct call *call, struct stream *stream, int64_t deadline_us) {
     if (stream->released < until)
         stream->released = until;
     pthread_cond_broadcast(&stream->work);
-    while (stream->finished < until && stream->aborts == aborts)
-        if (!fake_wait_until(&stream->done, deadline_us) && stream->finished < until && stream->aborts == aborts)
-            return fake_answer(call, RT_STREAM_SYNC_TIMEOUT, "the work on the stream has not ended in time");
+    bool in_time = true;
+    stream->waiting++;
+    while (in_time && stream->finished < until && stream->aborts == aborts)
+        in_time = fake_wait_until(&stream->done, deadline_us);
+    stream->waiting--;
     if (stream->aborts != aborts)
         return fake_answer(call, RT_STREAM_ABORT, "the stream was aborted");
+    if (stream->finished < until)
+        return fake_answer(call, RT_STREAM_SYNC_TIMEOUT, "the work on the stream has not ended in time");
     int code = stream->error;
     stream->error = ACL_OK;
     return code ? fake_answer(call, code, "a task on the stream has failed") : ACL_OK;

@@ -107,8 +107,9 @@ static int check_remote(struct call *call, const struct peer *peer, uint64_t add
     for (uint32_t i = 0; i < peer->offer_count; i++) {
         const struct offer *offer = &peer->offers[i];
         if (inside(offer->address, offer->size, address, size))
-            return offer->reachable ? HCCL_OK
-                                    : fake_fail(call, HCCL_INTERNAL, "H27", "the peer's host memory is out of reach over HCCS");
+            return offer->reachable
+                       ? HCCL_OK
+                       : fake_fail(call, HCCL_INTERNAL, "H27", "the peer's host memory is out of reach over HCCS");
         touched |= address < offer->address + offer->size && offer->address < address + size;
     }
     return fake_fail(call, peer->comm->device_cpu ? HCCL_PARA : HCCL_INTERNAL, touched ? "H25" : "H24",
@@ -137,7 +138,8 @@ static int check_local(struct call *call, const struct peer *peer, uint64_t addr
             return fake_fail(call, HCCL_INTERNAL, "H26", "%p is registered, but no prepared comm has it bound",
                              (void *)region->address);
         if (peer->rdma && !opened_by(peer->comm, region))
-            fake_fail(call, HCCL_OK, "H26", "%p was opened through another comm: don't rely on it", (void *)region->address);
+            fake_fail(call, HCCL_OK, "H26", "%p was opened through another comm: don't rely on it",
+                      (void *)region->address);
         return HCCL_OK;
     }
     return fake_fail(call, HCCL_INTERNAL, touched ? "H25" : "H24", "%#llx + %llu is not in one registered region",
@@ -155,12 +157,13 @@ static int check_descriptor(struct call *call, const struct peer *peer, const Hc
     return code ? code : check_local(call, peer, (uint64_t)desc->localAddr, *size);
 }
 
-static int check_call(struct call *call, struct comm *comm, uint32_t remote_rank, uint32_t count, struct context *context,
-                      void *stream_handle) {
+static int check_call(struct call *call, struct comm *comm, uint32_t remote_rank, uint32_t count,
+                      struct context *context, void *stream_handle) {
     if (count > MOST_DESCRIPTORS || !count)
         return fake_fail(call, HCCL_PARA, "H22", "%u descriptors, expected 1 to %d", count, MOST_DESCRIPTORS);
     if (remote_rank >= (uint32_t)comm->table.count || remote_rank == (uint32_t)comm->rank)
-        return fake_fail(call, HCCL_PARA, "H22", "rank %u of %d, our own is %d", remote_rank, comm->table.count, comm->rank);
+        return fake_fail(call, HCCL_PARA, "H22", "rank %u of %d, our own is %d", remote_rank, comm->table.count,
+                         comm->rank);
     if (comm->stopped)
         return fake_fail(call, HCCL_PARA, "H23", "a destroy of comm '%s' has failed", comm->name);
     if (!comm->prepared)
