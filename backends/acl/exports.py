@@ -42,10 +42,23 @@ class Description:
 
 
 def encode(described: Description) -> bytes:
-    """Write a description."""
+    """Write a description.
+
+    Raises
+    ------
+    BackendError
+        ``INVALID`` when there is more to tell than a peer would take.
+    """
     sides = json.dumps([side.describe() for side in described.sides], separators=(",", ":")).encode()
     regions = [_REGION.pack(r.id, r.device, r.kind, r.address, r.nbytes) for r in described.regions]
-    return b"".join((_HEADER.pack(_MAGIC, VERSION, len(sides), len(regions)), sides, *regions))
+    data = b"".join((_HEADER.pack(_MAGIC, VERSION, len(sides), len(regions)), sides, *regions))
+    if len(data) > MAX_BYTES or len(described.sides) > MAX_DEVICES:
+        raise BackendError(
+            Failure.INVALID,
+            f"{len(described.sides)} devices and {len(regions)} regions need {len(data)} bytes to be described; "
+            f"allowed are {MAX_DEVICES} devices and {MAX_BYTES} bytes",
+        )
+    return data
 
 
 def decode(data: bytes) -> Description:
