@@ -29,9 +29,11 @@ from ascend import (
 
 from llm_datadist._kernels.runs import Bases, Plan, block_runs, indices, span_runs
 from llm_datadist.backend import BackendError, Endpoint, Export, Failure, Pair
+from llm_datadist.backends.acl import communicator as communicator_module
 from llm_datadist.backends.acl import endpoint as endpoint_module
 from llm_datadist.backends.acl import ranges
 from llm_datadist.backends.acl.backend import AclBackend
+from llm_datadist.backends.acl.structures import NOT_SET, comm_config
 
 LinkAcl = Callable[..., Link]
 #: Chip, and whether the two devices are on servers of their own.
@@ -525,3 +527,46 @@ def test_remap_needs_a_link(make_acl: MakeBackend) -> None:
     backend = make_acl()
     region = backend.reserve(0, MIB, DEVICE)
     refused(Failure.PEER_GONE, backend.remap, [(region.address, MIB)])
+
+
+def test_offsets_above_four_gib_are_whole(
+    driver: Ascend, monkeypatch: pytest.MonkeyPatch, make_acl: MakeBackend, link_acl: LinkAcl
+) -> None:
+    monkeypatch.setenv("FAKE_ASCEND_MEMORY", str(16 << 30))
+    driver.reload()
+    left, right = make_acl(0), make_acl(1)
+    here, there = left.reserve(0, 6 << 30, DEVICE), right.reserve(1, 6 << 30, DEVICE)
+    endpoint = link_acl(left, right).left
+    block = 64 << 10
+    blocks = [0, 32767, 32768, 65535, 65536, 98303]
+    for block_index in blocks:
+        right.store(there.address + block_index * block, bytes([block_index % 251]) * block)
+    place = endpoint.locate(there.id, 0, there.nbytes)
+    runs = block_runs(indices(blocks, "s"), indices(blocks[::-1], "d"), 98304, 98304, block)
+    read(endpoint, place, [here.address], runs)
+    for source, destination in zip(blocks, blocks[::-1], strict=True):
+        assert left.load(here.address + destination * block, block) == bytes([source % 251]) * block
+
+
+def test_a_region_that_the_driver_finds_too_large_is_refused_with_its_size(
+    driver: Ascend, make_acl: MakeBackend
+) -> None:
+    driver.inject("HcclRegisterGlobalMem:1:3")
+    error = refused(Failure.FAILED, make_acl().reserve, 0, 1 << 30, DEVICE)
+    assert str(1 << 30) in error.text
+    assert "MEMORY (3)" in error.text
+
+
+def test_packets_are_marked_as_the_user_says(
+    monkeypatch: pytest.MonkeyPatch, make_acl: MakeBackend, link_acl: LinkAcl
+) -> None:
+    marks = []
+
+    def config(name: bytes, traffic_class: int, service_level: int) -> object:
+        marks.append((traffic_class, service_level))
+        return comm_config(name, traffic_class, service_level)
+
+    monkeypatch.setattr(communicator_module, "comm_config", config)
+    marked = make_acl(0, **{"llm.RdmaTrafficClass": "132", "llm.RdmaServiceLevel": "4"})
+    link_acl(marked, make_acl(1))
+    assert sorted(marks) == [(132, 4), (NOT_SET, NOT_SET)]
