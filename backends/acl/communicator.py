@@ -74,7 +74,7 @@ class Communicator:
         #: Held while it is made, and while it ends.
         self._stage = threading.Lock()
         self._bound: dict[int, Region] = {}
-        self._local: RegionTable | None = None
+        self._local = RegionTable()
         self._bounce: Region | None = None
         self._descriptors = (HcclOneSideOpDesc * DESCRIPTORS)()
         for descriptor in self._descriptors:
@@ -94,13 +94,13 @@ class Communicator:
             self.device.library.call("HcclCommBindMem", self.handle, handle)
         except NativeError as error:
             raise failure(error, f"{_describe(region)} could not be bound", step=Step.LINK) from error
-        self._bound[region.id], self._local = region, None
+        self._bound[region.id] = region
 
     def unbind(self, region: Region, handle: int) -> None:
         """Unbind a region if it is bound. The device is current."""
         if self._bound.pop(region.id, None) is None:
             return
-        self._local = None
+        self._local = RegionTable(self._bound.values())
         try:
             self.device.library.call("HcclCommUnbindMem", self.handle, handle)
         except NativeError as error:
@@ -108,10 +108,7 @@ class Communicator:
 
     def find(self, address: int, nbytes: int) -> Region | None:
         """Give the region of this side that a range is in and that transfers can use as it is."""
-        table = self._local
-        if table is None:
-            table = self._local = RegionTable(list(self._bound.values()))
-        return table.find(address, nbytes)
+        return self._local.find(address, nbytes)
 
     @property
     def bounce(self) -> int:
@@ -133,6 +130,7 @@ class Communicator:
             self._bounce = self._memory.reserve(self.device.id, BOUNCE_BYTES, MemoryKind.DEVICE, exported=False)
             self._make(traffic, deadline_ns, alive)
             self._memory.bind(self, self._bounce)
+            self._local = RegionTable(self._bound.values())
             self._prepare(deadline_ns, alive)
             try:
                 self._stream = Stream(self.device)

@@ -124,6 +124,35 @@ def test_memory_that_is_not_bound_here_works_too(two: Two, driver: Ascend, kind:
     assert two.right.load(two.theirs[DEVICE].address, 4 * MIB) == fresh + two.data[DEVICE][nbytes:]
 
 
+def test_one_plan_may_have_bound_and_other_memory(two: Two) -> None:
+    block = 64 << 10
+    buffer = pageable(block)
+    here = [two.mine[DEVICE].address, ctypes.addressof(buffer), two.mine[HOST].address]
+    place = two.endpoint.locate(two.theirs[DEVICE].id, 0, 3 * block)
+    plan = Plan(Bases([place.base + at * block for at in range(3)], here), span_runs(0, 0, block))
+    two.endpoint.read(plan, None, deadline_in(SECONDS), place.route)
+    assert b"".join(two.left.load(address, block) for address in here) == two.data[DEVICE][: 3 * block]
+
+
+def test_memory_that_was_bound_and_then_let_go_is_not_used_directly(
+    driver: Ascend, make_acl: MakeBackend, link_acl: LinkAcl
+) -> None:
+    left, right = make_acl(0), make_acl(1)
+    pointer, address = driver_memory(driver, left)
+    [region] = left.register(0, [address], MIB, DEVICE)
+    theirs = right.reserve(1, MIB, DEVICE)
+    data = fill(right, theirs, 2)
+    endpoint = link_acl(left, right).left
+    left.unregister([(region, address)], MIB)
+    [late] = left.register(0, [address], MIB, DEVICE)
+    read(endpoint, endpoint.locate(theirs.id, 0, MIB), [address], span_runs(0, 0, MIB))
+    assert left.load(address, MIB) == data
+    left.unregister([(late, address)], MIB)
+    driver.call("aclrtSetDevice", 0)
+    driver.free(pointer)
+    driver.call("aclrtResetDevice", 0)
+
+
 def test_host_memory_of_the_peer_is_reached_over_roce_only(two: Two, wire: str) -> None:
     region = two.theirs[HOST]
     if wire.endswith("HCCS"):
