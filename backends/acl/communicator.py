@@ -95,6 +95,7 @@ class Communicator:
         except NativeError as error:
             raise failure(error, f"{_describe(region)} could not be bound", step=Step.LINK) from error
         self._bound[region.id] = region
+        self._local = RegionTable(self._bound.values())
 
     def unbind(self, region: Region, handle: int) -> None:
         """Unbind a region if it is bound. The device is current."""
@@ -130,7 +131,6 @@ class Communicator:
             self._bounce = self._memory.reserve(self.device.id, BOUNCE_BYTES, MemoryKind.DEVICE, exported=False)
             self._make(traffic, deadline_ns, alive)
             self._memory.bind(self, self._bounce)
-            self._local = RegionTable(self._bound.values())
             self._prepare(deadline_ns, alive)
             try:
                 self._stream = Stream(self.device)
