@@ -179,6 +179,8 @@ class AclBackend(Backend):
             raise BackendError(
                 Failure.INVALID, f"the peer has {len(described.sides)} devices and this side {len(self._sides)}"
             )
+        if pair.control.fileno() < 0:
+            raise BackendError(Failure.PEER_GONE, "the connection to the peer is closed")
         liveness = Liveness(pair.control.fileno(), pair.pidfd)
         communicators = [
             Communicator(device, self._memory, mine, theirs, comm_name(f"{pair.name}:{position}"))

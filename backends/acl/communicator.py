@@ -70,6 +70,8 @@ class Communicator:
         self._table, self._rank = rank_table(mine, theirs)
         self._rdma = uses_rdma(mine, theirs)
         self.handle: int | None = None
+        #: The peer can't reach memory of this side any more, for good.
+        self.ended = False
         self._stream: Stream | None = None
         #: Held while it is made, and while it ends.
         self._stage = threading.Lock()
@@ -249,16 +251,12 @@ class Communicator:
                     raise NativeError("HcclCommDestroy", code, self.device.library.recent())
             if code:
                 time.sleep(_FIRST_PAUSE_S)
+        self.ended = True
 
     def _release_bounce(self) -> None:
         if self._bounce is not None and self.handle is None:
             self._memory.release(self._bounce)
             self._bounce = None
-
-    @property
-    def ended(self) -> bool:
-        """Whether the peer's access has ended."""
-        return self.handle is None
 
 
 def _left_s(deadline_ns: int) -> float:
@@ -267,7 +265,7 @@ def _left_s(deadline_ns: int) -> float:
 
 def _require(alive: Callable[[], bool]) -> None:
     if not alive():
-        raise BackendError(Failure.PEER_GONE, "the peer's process has ended, or it has given up")
+        raise BackendError(Failure.PEER_GONE, "the peer has ended or given up, or this side has closed the link")
 
 
 def _describe(region: Region) -> str:

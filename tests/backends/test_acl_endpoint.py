@@ -33,7 +33,7 @@ from llm_datadist.backends.acl import communicator as communicator_module
 from llm_datadist.backends.acl import endpoint as endpoint_module
 from llm_datadist.backends.acl import ranges
 from llm_datadist.backends.acl.backend import AclBackend
-from llm_datadist.backends.acl.structures import NOT_SET, comm_config
+from llm_datadist.backends.acl.structures import NOT_SET, HcclPrepareConfig, comm_config
 
 LinkAcl = Callable[..., Link]
 #: Chip, and whether the two devices are on servers of their own.
@@ -325,6 +325,19 @@ def test_an_abort_that_fails_is_told(hccs: Two, driver: Ascend) -> None:
     assert "507899" in error.text
 
 
+def test_all_devices_of_a_broken_link_are_stopped(driver: Ascend, make_acl: MakeBackend, link_acl: LinkAcl) -> None:
+    left, right = make_acl(0, 3), make_acl(1, 2)
+    here = [left.reserve(device, MIB, DEVICE) for device in (0, 3)]
+    there = [right.reserve(device, MIB, DEVICE) for device in (1, 2)]
+    endpoint = link_acl(left, right).left
+    places = [endpoint.locate(region.id, 0, MIB) for region in there]
+    plan = Plan(Bases([p.base for p in places], [r.address for r in here]), span_runs(0, 0, MIB))
+    driver.inject("HcclBatchGet:1:hang;HcclBatchGet:2:hang;aclrtStreamAbort:1:507899")
+    error = refused(Failure.FAILED, endpoint.read, plan, None, deadline_in(0.2), 0)
+    assert error.text.count("aclrtStreamAbort failed") == 1
+    driver.reset()
+
+
 def test_threads_take_turns_on_a_link(hccs: Two) -> None:
     place = hccs.endpoint.locate(hccs.theirs[DEVICE].id, 0, MIB)
     errors: list[BaseException] = []
@@ -472,6 +485,13 @@ def test_a_control_connection_that_hangs_up_ends_the_link(hccs: Two) -> None:
     assert not hccs.endpoint.alive()
 
 
+def test_no_link_is_made_over_a_closed_connection(make_acl: MakeBackend) -> None:
+    control, other = socket.socketpair()
+    control.close()
+    other.close()
+    refused(Failure.PEER_GONE, lonely, make_acl(0), make_acl(1).export(), control, 5.0)
+
+
 def test_more_devices_on_one_side_are_refused(make_acl: MakeBackend) -> None:
     link = Link(make_acl(0, 1), make_acl(2))
     link.close()
@@ -599,3 +619,26 @@ def test_packets_are_marked_as_the_user_says(
     marked = make_acl(0, **{"llm.RdmaTrafficClass": "132", "llm.RdmaServiceLevel": "4"})
     link_acl(marked, make_acl(1))
     assert sorted(marks) == [(132, 4), (NOT_SET, NOT_SET)]
+
+
+def test_a_backend_can_be_closed_while_a_link_is_made(
+    driver: Ascend, monkeypatch: pytest.MonkeyPatch, make_acl: MakeBackend
+) -> None:
+    monkeypatch.setenv("FAKE_ASCEND_SECOND", "20")
+    driver.reload()
+    left, right = make_acl(0), make_acl(1)
+    preparing = threading.Event()
+    monkeypatch.setattr(communicator_module, "HcclPrepareConfig", lambda: (preparing.set(), HcclPrepareConfig())[1])
+    errors: list[BackendError] = []
+    control, other = socket.socketpair()
+
+    def connect() -> None:
+        errors.append(refused(Failure.PEER_GONE, lonely, left, right.export(), control, float(SECONDS)))
+
+    with control, other:
+        thread = threading.Thread(target=connect)
+        thread.start()
+        assert preparing.wait(SECONDS)
+        left.close()
+        thread.join(SECONDS)
+    assert "closed the link" in errors[0].text
