@@ -4,9 +4,10 @@
 #   make wheel   build, install elsewhere, pull once         make docs    the documentation, warnings are errors
 #   make bench   speed beside the machine's limit            make clean   remove everything made here
 #   make test-aarch64   the tests of the kernels on an emulated aarch64
+#   make bench-check    instructions of the hot calls beside the recorded ones
 # PYTHON=... names the interpreter; by default the first on PATH that is new enough.
 
-.PHONY: demo test test-aarch64 lint types bench docs wheel clean
+.PHONY: demo test test-aarch64 lint types bench bench-check docs wheel clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -41,6 +42,9 @@ types: .cache/types/made
 
 bench: $(VENV)/built
 	$(BIN)/python benchmarks/pulls.py --short
+
+bench-check: $(VENV)/built
+	$(BIN)/python benchmarks/instructions.py
 
 docs: $(VENV)/docs.extra
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build
