@@ -3,9 +3,11 @@
 #   make test    the tests                                   make types   strict typing of the installed wheel
 #   make wheel   build, install elsewhere, pull once         make docs    the documentation, warnings are errors
 #   make bench   speed beside the machine's limit            make clean   remove everything made here
+#   make test-aarch64   the tests of the kernels on an emulated aarch64
+#   make bench-check    instructions of the hot calls beside the recorded ones
 # PYTHON=... names the interpreter; by default the first on PATH that is new enough.
 
-.PHONY: demo test lint types bench docs wheel clean
+.PHONY: demo test test-aarch64 lint types bench bench-check docs wheel clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -25,6 +27,9 @@ demo: $(VENV)/built
 test: $(VENV)/test.extra
 	$(RUN) $(BIN)/pytest -q -n auto
 
+test-aarch64: $(VENV)/test.extra
+	PYTHON=$(BIN)/python .ci/aarch64
+
 lint: $(VENV)/lint.extra
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -37,6 +42,9 @@ types: .cache/types/made
 
 bench: $(VENV)/built
 	$(BIN)/python benchmarks/pulls.py --short
+
+bench-check: $(VENV)/built
+	$(BIN)/python benchmarks/instructions.py
 
 docs: $(VENV)/docs.extra
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build

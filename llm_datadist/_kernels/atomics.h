@@ -41,7 +41,10 @@ static inline void dd_store32_relaxed(uint32_t *p, uint32_t v)
     atomic_store_explicit((_Atomic uint32_t *)p, v, memory_order_relaxed);
 }
 
+/* Earlier loads of this thread stay before its later loads and stores. */
 static inline void dd_acquire_fence(void) { atomic_thread_fence(memory_order_acquire); }
+
+/* Earlier loads and stores of this thread stay before its later stores. */
 static inline void dd_release_fence(void) { atomic_thread_fence(memory_order_release); }
 
 /* Orders an earlier store before a later load, which acquire and release do not (x86 reorders exactly that). */

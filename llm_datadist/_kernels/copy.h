@@ -1,5 +1,5 @@
 /* Copies the bytes of a plan: a plain kernel for every machine, kernels with non-temporal stores for
- * x86-64, and threads that share the work. Nothing here allocates or needs the GIL. */
+ * x86-64 and aarch64, and threads that share the work. Nothing here allocates or needs the GIL. */
 #ifndef LLM_DATADIST_COPY_H
 #define LLM_DATADIST_COPY_H
 
@@ -16,6 +16,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 enum {
@@ -47,8 +49,6 @@ struct dd_kernel {
     dd_move *move; /* NULL: memcpy run by run */
 };
 
-#if defined(__x86_64__)
-
 static inline size_t dd_shortest(const struct dd_stream streams[DD_GROUP])
 {
     size_t bytes = streams[0].bytes;
@@ -69,10 +69,10 @@ static inline size_t dd_shortest(const struct dd_stream streams[DD_GROUP])
     } while (0)
 
 /* Two lines of each stream in turn, as far as the shortest goes; then the rest of each. The addresses
- * are copied first, or each store would make the compiler load them again. */
-#define DD_DEFINE_MOVE(NAME, ISA, VECTOR, LOAD, STREAM)                                                    \
-    __attribute__((target(ISA))) static void NAME(const struct dd_stream now[DD_GROUP],                    \
-                                                  const struct dd_stream next[DD_GROUP])                   \
+ * are copied first, or each store would make the compiler load them again. The prefetch is into the
+ * second cache (prefetcht1, pldl2keep). */
+#define DD_DEFINE_MOVE(NAME, VECTOR, LOAD, STREAM)                                                         \
+    static void NAME(const struct dd_stream now[DD_GROUP], const struct dd_stream next[DD_GROUP])          \
     {                                                                                                      \
         char *to[DD_GROUP];                                                                                \
         const char *from[DD_GROUP], *ahead[DD_GROUP];                                                      \
@@ -81,8 +81,8 @@ static inline size_t dd_shortest(const struct dd_stream streams[DD_GROUP])
         size_t common = dd_shortest(now) / (2 * DD_LINE) * (2 * DD_LINE);                                  \
         for (size_t at = 0; at < common; at += 2 * DD_LINE)                                                \
             for (int i = 0; i < DD_GROUP; i++) {                                                           \
-                _mm_prefetch(ahead[i] + at, _MM_HINT_T1);                                                  \
-                _mm_prefetch(ahead[i] + at + DD_LINE, _MM_HINT_T1);                                        \
+                __builtin_prefetch(ahead[i] + at, 0, 2);                                                   \
+                __builtin_prefetch(ahead[i] + at + DD_LINE, 0, 2);                                         \
                 DD_MOVE_BYTES(2 * DD_LINE, VECTOR, LOAD, STREAM, to[i] + at, from[i] + at);                \
             }                                                                                              \
         for (int i = 0; i < DD_GROUP; i++)                                                                 \
@@ -90,8 +90,32 @@ static inline size_t dd_shortest(const struct dd_stream streams[DD_GROUP])
                 DD_MOVE_BYTES(DD_LINE, VECTOR, LOAD, STREAM, now[i].to + at, now[i].from + at);            \
     }
 
-DD_DEFINE_MOVE(dd_move_avx512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_stream_si512)
-DD_DEFINE_MOVE(dd_move_avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_stream_si256)
+#if defined(__x86_64__)
+
+__attribute__((target("avx512f")))
+DD_DEFINE_MOVE(dd_move_avx512, __m512i, _mm512_loadu_si512, _mm512_stream_si512)
+__attribute__((target("avx2")))
+DD_DEFINE_MOVE(dd_move_avx2, __m256i, _mm256_loadu_si256, _mm256_stream_si256)
+
+#elif defined(__aarch64__)
+
+struct __attribute__((may_alias)) dd_pair {
+    uint8x16_t low, high;
+};
+
+/* An ordinary load. Its non-temporal twin, ldnp, may overtake a load that its address comes from. */
+static inline struct dd_pair dd_load_pair(const struct dd_pair *from)
+{
+    const uint8_t *bytes = (const uint8_t *)from;
+    return (struct dd_pair){vld1q_u8(bytes), vld1q_u8(bytes + sizeof(uint8x16_t))};
+}
+
+static inline void dd_store_pair(struct dd_pair *to, struct dd_pair held)
+{
+    __asm__("stnp %q1, %q2, %0" : "=Q"(*to) : "w"(held.low), "w"(held.high));
+}
+
+DD_DEFINE_MOVE(dd_move_stnp, struct dd_pair, dd_load_pair, dd_store_pair)
 
 #endif
 
@@ -100,6 +124,8 @@ static const struct dd_kernel dd_kernels[] = {
 #if defined(__x86_64__)
     {"avx512", dd_move_avx512},
     {"avx2", dd_move_avx2},
+#elif defined(__aarch64__)
+    {"stnp", dd_move_stnp},
 #endif
     {"plain", NULL},
 };
@@ -114,7 +140,7 @@ static inline bool dd_kernel_runs(int i)
     if (dd_kernels[i].move == dd_move_avx2)
         return __builtin_cpu_supports("avx2");
 #endif
-    return i == DD_PLAIN;
+    return true; /* every aarch64 has stnp */
 }
 
 /* ---- bytes [begin, end) of a plan */
@@ -312,7 +338,8 @@ static inline void *dd_work(void *argument)
     if (queue.filled)
         dd_flush(&queue);
 #if defined(__x86_64__)
-    /* Non-temporal stores are not ordered with later stores, nor by the end of a thread. */
+    /* Non-temporal stores are not ordered with later stores, nor by the end of a thread. On aarch64 the hint changes
+     * nothing in the order: what orders other stores there (a release, a fence, the end of a thread) orders these. */
     _mm_sfence();
 #endif
     return NULL;

@@ -5,11 +5,17 @@ every reader. Addresses come from the engine, which has bounded them by the size
 
 * A *record* is ``generation, bytes, body..., checksum, generation``. Its writer makes the first word odd, release
   fence, body and end word, then the first word again with release. A reader that loads the first word with acquire,
-  then the body, then (after an acquire fence) finds the first word unchanged and even has seen one whole record: had
-  it seen any word of a later writing, that writer's earlier odd first word would be visible to the last load.
-* An *entry* is eight words, ordered in the same way; its generation is never used twice, so it needs no end word.
+  then the body, then (after an acquire fence) finds the first word unchanged and even has seen one whole record. No
+  word of it was older: what the release published is visible after the acquire. Nor was any newer: had a load seen a
+  word of a later writing, the two fences would make that writer's odd first word visible to the last load. And since
+  no generation comes twice, the first word can't have changed and changed back.
+* An *entry* is eight words, ordered in the same way. End word and checksum, which it lacks, only tell damage.
 * The *index* is an open-addressing table of single words ``hash << 32 | entry + 1``. One release store inserts or
   removes. Only a rebuild moves words, under an odd epoch; a miss counts if the epoch was even and equal around it.
+
+What is taken for granted: processes share the words coherently, as all memory of one machine is, and an aligned word is
+never seen half written. Nothing else: each order that is needed is named where it is made, since x86 would hide the
+lack of all but the full fences, and aarch64 would not.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
@@ -74,7 +80,13 @@ def load(size_t address):
 
 
 def store(size_t address, uint64_t value):
-    """Write a word (release), then a full fence: nothing that this thread reads later is older than the word."""
+    """Write a word (release), then a full fence.
+
+    The release: who sees the word also sees what this thread wrote before it, and what this thread read before it was
+    read before anyone acts on the word. So a spent key or a cleared pin is proof that the copy is over. The fence:
+    nothing that this thread reads later is older than the word, so who pins first and looks at the directory then,
+    and an owner who retires first and looks at the pins then, can't miss each other.
+    """
     dd_store_release(<uint64_t *>address, value)
     dd_full_fence()
 
@@ -116,8 +128,8 @@ def release_life(size_t address):
 def retire(size_t address, uint64_t generation):
     """Make the first word of a record or entry odd.
 
-    The full fence orders it before whatever the owner does next with the memory (its own stores, and its loads of
-    pins), so a reader that sees any of that also sees the odd word.
+    The full fence orders it before whatever the owner does next with the memory. Its stores: a reader that has loaded
+    any of them, and after an acquire fence loads the first word, finds it odd. Its loads of pins: see `pinned`.
     """
     dd_store_release(<uint64_t *>address, generation | 1)
     dd_full_fence()
@@ -207,7 +219,7 @@ def index_insert(size_t index, uint64_t capacity, uint64_t kind, uint64_t ident,
     for probe in range(capacity):
         word = dd_load_relaxed(words + i)
         if word == 0 or word == TOMBSTONE:
-            # Release: who finds the word also finds the entry that it names.
+            # Release: who finds the word (acquire) also finds the entry that it names, as it was written before.
             dd_store_release(words + i, (h >> 32 << 32) | (entry + 1))
             return word == 0
         i = (i + 1) & mask
@@ -224,7 +236,9 @@ def index_remove(size_t index, uint64_t capacity, uint64_t kind, uint64_t ident,
         if word == 0:
             return False
         if word == wanted:
-            dd_store_release(words + i, TOMBSTONE)
+            # The release of `retire`, which follows, keeps this before the odd entry: who has found the entry odd
+            # (acquire) and looks again does not find the word again.
+            dd_store_relaxed(words + i, TOMBSTONE)
             return True
         i = (i + 1) & mask
     return False
@@ -232,7 +246,12 @@ def index_remove(size_t index, uint64_t capacity, uint64_t kind, uint64_t ident,
 
 def index_rebuild(size_t epoch, size_t capacity_word, size_t index, uint64_t old_capacity, uint64_t new_capacity,
                   size_t entries):
-    """Write the index anew without its removed words, in one call under an odd epoch."""
+    """Write the index anew without its removed words, in one call under an odd epoch.
+
+    The release fence keeps the odd epoch before all other stores: who has found one of these, and after an acquire
+    fence loads the epoch, sees that it has changed. It also keeps the entries, written long before, ahead of the words
+    that name them. The last release keeps the stores before the even epoch, which `find` acquires first of all.
+    """
     cdef uint64_t *words = <uint64_t *>index
     cdef uint64_t live = 0, i, at, word, h, mask = new_capacity - 1, now
     cdef const uint64_t *entry
@@ -299,12 +318,14 @@ def find(size_t epoch, size_t capacity_word, size_t index, uint64_t largest, siz
                 slot = dd_load_relaxed(e + 5)
                 tags = dd_load_relaxed(e + 6)
                 memory = dd_load_relaxed(e + 7)
-                dd_acquire_fence()
+                dd_acquire_fence()  # as in read_entry
                 if same and not generation & 1 and dd_load_relaxed(e) == generation:
                     return number, generation, record, slot, tags, memory
                 # Found, but not whole: it is being written anew, so this is no proof that the key is absent.
                 unsettled = unsettled or same
         i = (i + 1) & (capacity - 1)
+    # A key that is not there: no rebuild may have moved its word past this search, so the loads of words come before
+    # this one of the epoch. A key that is found needs no epoch, only its entry whole, as above.
     dd_acquire_fence()
     if unsettled or dd_load_relaxed(<const uint64_t *>epoch) != before:
         return False
@@ -339,23 +360,31 @@ def mark_tags(size_t tags, const uint32_t[::1] tensors, uint32_t tag, int64_t to
     """Write the tag of each pulled tensor, then say whether all `total` tags are there now.
 
     The full fence stands between own tags and the others': of two decoders that finish the last two parts at the same
-    time at least one sees all tags, whichever order their stores become visible in.
+    time at least one sees all tags, whichever order their stores become visible in. That one will write the word that
+    lets the owner use the memory again, so it also answers for the other's loads: each keeps its loads of the copy
+    before its tags (the release fence), and sees tags before what it writes then (the acquire fence).
     """
     cdef uint32_t *p = <uint32_t *>tags
     cdef int64_t i
     for i in range(tensors.shape[0]):
         if tensors[i] >= <uint32_t>total:
             raise ValueError(f"tensor {tensors[i]} is not below {total}")
+    dd_release_fence()
+    for i in range(tensors.shape[0]):
         dd_store32_relaxed(p + tensors[i], tag)
     dd_full_fence()
     for i in range(total):
         if dd_load32_relaxed(p + i) != tag:
             return False
+    dd_acquire_fence()
     return True
 
 
 def clear(size_t address, int64_t nbytes):
-    """Zero a range of words that no reader has been told of yet."""
+    """Zero a range of words that no reader has been told of yet.
+
+    The fence keeps the zeros before the word that will tell of them, whoever writes it.
+    """
     cdef int64_t i
     for i in range(nbytes // 4):
         dd_store32_relaxed(<uint32_t *>address + i, 0)
@@ -366,7 +395,9 @@ def pinned(size_t pins, int64_t slots, uint64_t generation):
     """Of pin words 16 bytes apart, give the numbers of those that hold a generation.
 
     The caller has made the generation odd in the directory, with a full fence, before it looks. A writer pins, fence,
-    and looks at the directory. So either this load sees the pin, or the writer sees the odd word.
+    and looks at the directory. So either this load sees the pin, or the writer sees the odd word. A pin that was there
+    and is cleared: acquire meets the release of `store`, so all that was written under it is in place before what the
+    owner does next.
     """
     cdef const uint64_t *p = <const uint64_t *>pins
     cdef int64_t i
@@ -378,7 +409,10 @@ def pinned(size_t pins, int64_t slots, uint64_t generation):
 
 
 def equal_words(size_t base, const uint64_t[::1] pairs):
-    """Of flat (word number, value) pairs, give the positions of those whose word holds the value."""
+    """Of flat (word number, value) pairs, give the positions of those whose word holds the value.
+
+    Acquire: of a spent key, the reads of who spent it are over before the owner uses the memory again.
+    """
     cdef const uint64_t *p = <const uint64_t *>base
     cdef Py_ssize_t i
     cdef list found = []
