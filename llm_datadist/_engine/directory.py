@@ -394,9 +394,7 @@ class PeerDirectory(ABC):
             known = self._shapes[same] = next(self._numbers), _pairs(body[HEAD.size : end])
         shape, tensors = known
         keys = _pairs(body[end:]) if key_count else ()
-        return Record(
-            generation, cache_id, flags, devices, num_tensors, slots, tensor_bytes, tensors, keys, shape
-        )
+        return Record(generation, cache_id, flags, devices, num_tensors, slots, tensor_bytes, tensors, keys, shape)
 
 
 def _pairs(data: bytes) -> tuple[tuple[int, int], ...]:

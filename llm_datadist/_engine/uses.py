@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from llm_datadist._engine.directory import Key
     from llm_datadist._engine.board import PeerBoard
+    from llm_datadist._engine.directory import Key
     from llm_datadist._engine.links import Link
 
 __all__ = ["Owner", "Turn", "Use", "with_use"]

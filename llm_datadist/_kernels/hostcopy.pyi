@@ -13,7 +13,8 @@ PEER_GONE: Final = 4
 class Guard:
     """At most eight (offset, value) pairs of 8-byte words that must hold their value before and after a copy.
 
-    Offsets count from ``base``. With ``tells_death`` one of them changes when the peer dies, so that the peer need not be looked at besides.
+    Offsets count from ``base``. With ``tells_death`` one of them changes when the peer dies, so that the peer need not
+    be looked at besides.
     """
 
     def __new__(cls, words: Sequence[tuple[int, int]], base: int = 0, tells_death: bool = False) -> Guard: ...

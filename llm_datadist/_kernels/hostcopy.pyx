@@ -63,7 +63,8 @@ cdef int kernel = DD_PLAIN
 cdef class Guard:
     """At most eight (offset, value) pairs of 8-byte words that must hold their value before and after a copy.
 
-    Offsets count from `base`. With `tells_death` one of them changes when the peer dies, so that the peer need not be looked at besides.
+    Offsets count from `base`. With `tells_death` one of them changes when the peer dies, so that the peer need not be
+    looked at besides.
 
     Raises
     ------

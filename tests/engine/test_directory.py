@@ -69,7 +69,6 @@ def as_written(record: Record | None) -> Record:
     return record._replace(shape=0)
 
 
-
 class DirectoryModel(RuleBasedStateMachine):
     """Key to what was published under it."""
 

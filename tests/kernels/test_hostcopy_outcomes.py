@@ -122,8 +122,9 @@ def test_gone_before_a_byte_is_written(scene: Scene) -> None:
 
 def test_gone_meanwhile_wins_over_torn_and_late(scene: Scene) -> None:
     def die() -> None:
-        scene.words[0] = 1
+        # In this order, as the copy may look between the two.
         scene.peer.close()
+        scene.words[0] = 1
 
     with Later(die):
         assert copy(scene.plan(1), scene.guard, scene.liveness, in_ns(0.1), 1) == PEER_GONE
