@@ -15,7 +15,7 @@ from ends import End
 from peer import Peer
 
 from llm_datadist import LLMDataDist
-from llm_datadist.backend import make_backend
+from llm_datadist.backend import Capabilities, make_backend
 
 _tests = itertools.count()
 
@@ -26,9 +26,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Expect that bytes are staged where the backend can't reach memory that is registered when links stand."""
-    if not make_backend(config.getoption("--backend")).capabilities.late_regions:
+    """Register the mark; expect that bytes are staged where late memory can't be reached."""
+    config.addinivalue_line(
+        "markers",
+        "needs(*names, **values): skip on a backend whose Capabilities lack one of the names, or have another value",
+    )
+    if not capabilities(config).late_regions:
         config.addinivalue_line("filterwarnings", "ignore:registered memory of cluster:RuntimeWarning")
+
+
+def capabilities(config: pytest.Config) -> Capabilities:
+    """Give what the backend under test declares."""
+    return make_backend(config.getoption("--backend")).capabilities
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what the backend declares that it can't do, and nothing else."""
+    declared = capabilities(config)
+    for item in items:
+        for mark in item.iter_markers("needs"):
+            wanted = {**dict.fromkeys(mark.args, True), **mark.kwargs}
+            lacking = [f"{name}={value}" for name, value in wanted.items() if getattr(declared, name) != value]
+            if lacking:
+                item.add_marker(pytest.mark.skip(reason=f"needs a backend with {', '.join(lacking)}"))
 
 
 @pytest.fixture(autouse=True)

@@ -202,6 +202,7 @@ def test_stale_link_of_the_peer_is_replaced(server: Member, client: Member) -> N
             server.pull(client)
 
 
+@pytest.mark.needs("self_link")
 def test_own_listener(both: Member) -> None:
     """S-130: an instance links to itself; it does not pull from itself; pushes and unlinking work."""
     for force in (False, True):
@@ -215,6 +216,7 @@ def test_own_listener(both: Member) -> None:
     both.link(both)
 
 
+@pytest.mark.needs("self_link")
 def test_push_over_the_own_listener() -> None:
     """S-130: bytes of a self-link really move."""
     member = Member(2, enable_remote_cache_accessible=True)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import memory
 import pytest
+import scripts
 from pairs import Decoder, Prompt, bytes_desc, options
 from refusals import PARAM_INVALID, refuses
 
@@ -69,21 +67,15 @@ LINE = re.compile(
 @pytest.mark.parametrize(
     ("level", "seen"), [("1", {"INFO", "ERROR"}), ("2", {"ERROR"}), (None, {"ERROR"}), ("x", {"ERROR"})]
 )
-def test_s200_s201_level_and_format(tmp_path: Path, level: str | None, seen: set[str]) -> None:
+def test_s200_s201_level_and_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str | None, seen: set[str]
+) -> None:
     """S-200, S-201: the environment sets the level, records go to stdout, one line each, with the caller's place."""
-    environment = {name: value for name, value in os.environ.items() if name != "ASCEND_GLOBAL_LOG_LEVEL"}
+    monkeypatch.delenv("ASCEND_GLOBAL_LOG_LEVEL", raising=False)
     if level is not None:
-        environment["ASCEND_GLOBAL_LOG_LEVEL"] = level
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        cwd=tmp_path,
-        env=environment,
-        timeout=60,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ended.stderr == ""
+        monkeypatch.setenv("ASCEND_GLOBAL_LOG_LEVEL", level)
+    ended = scripts.run(SCRIPT, cwd=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
     lines = [LINE.fullmatch(line) for line in ended.stdout.splitlines()]
     assert all(lines), ended.stdout
     assert {line[1] for line in lines if line} == seen

@@ -204,6 +204,7 @@ def test_s153_link_was_called(alone: Member) -> None:
         alone.manager.register_blocks_cache(members.DESC, alone.source.tensor_addrs, None, True)
 
 
+@pytest.mark.needs("self_link")
 @pytest.mark.parametrize("ranks", [{1: 0, 2: 1}, {2: 0, 5: 1, 9: 7}, {1: 0, 2: 1, 3: 2, 4: 3}])
 def test_s145_loop_back(looped: Member, ranks: dict[int, int]) -> None:
     """S-145, S-151: traffic for absent members is one's own; clusters that were never linked stay so."""

@@ -1,6 +1,6 @@
-"""Registered memory where the kernel forbids to reach it directly: the same results, piece by piece.
+"""Registered memory that can't be reached directly: the same results, piece by piece.
 
-The owner lives in a peer; the initiator in this process finds the direct way forbidden.
+The owner lives in a peer; the initiator in this process finds the direct way forbidden, if its backend has one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ class Pair:
         """Link, and give the link."""
         self.here.link(self.owner)
         link: Link = self.here.dd._engine.links.to(1)
-        assert not link.endpoint.by_process  # type: ignore[attr-defined]
         return link
 
     def register(self, desc: CacheDesc, keys: Any, blocks: bool, fill: bool = True) -> tuple[Any, list[int]]:
@@ -207,7 +206,7 @@ def test_more_pieces_than_a_request_takes(pair: Pair) -> None:
 
 
 def test_said_once_a_link(pair: Pair) -> None:
-    """S-203: a RuntimeWarning with the remedy, once for each link; memory of pools needs none."""
+    """S-203: a RuntimeWarning, once for each link; memory of pools needs none."""
     pair.register(members.DESC, BlocksCacheKey(1, 7), blocks=True)
     for _ in range(2):
         pair.link()
@@ -218,7 +217,6 @@ def test_said_once_a_link(pair: Pair) -> None:
             for _ in range(3):
                 pair.here.manager.pull_blocks(BlocksCacheKey(1, 7), pair.here.room, [0], [0])
         assert [w.category for w in caught] == [RuntimeWarning]
-        assert "AllowPtracer" in str(caught[0].message)
         assert "cluster 1" in str(caught[0].message)
         pair.here.unlink(pair.owner)
 
@@ -331,6 +329,7 @@ def test_async_by_key(remote: Pair) -> None:
     remote.check_owner(addresses, desc, lambda t: rows(desc, {0: own(2, t + 2, desc)[1]}) if t < 4 else rows(desc, {}))
 
 
+@pytest.mark.needs("self_link")
 def test_push_to_oneself(remote: Pair) -> None:
     """S-130: over the own listener too."""
     remote.here.finalize()

@@ -141,10 +141,13 @@ def user_memory(nbytes: int, count: int = 1) -> list[int]:
 
 
 def forbid_process(forbid: bool = True) -> None:
-    """Let links of this process's engine from now on find that the kernel forbids to read their peers."""
-    instance = LLMDataDist.llm_engine_instance
-    assert instance is not None
-    instance._engine.backend.forbid_process = forbid  # type: ignore[union-attr,attr-defined]
+    """Let links of this process's engine from now on find that the kernel forbids to read their peers.
+
+    A backend that can't reach late memory in any case has nothing to forbid.
+    """
+    backend = _engine().backend
+    if backend.capabilities.late_regions:
+        backend.forbid_process = forbid
 
 
 _crowd: list[Member] = []

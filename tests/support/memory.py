@@ -22,7 +22,9 @@ def read(address: int, nbytes: int) -> bytes:
 
 def _check_backend() -> None:
     backend = os.environ["LLM_DATADIST_BACKEND"]
-    assert backend in ("simulator", "asked"), f"tests/support/memory.py does not know how to reach the memory of {backend}"
+    assert backend in ("simulator", "asked"), (
+        f"tests/support/memory.py does not know how to reach the memory of {backend}"
+    )
 
 
 def pattern(cluster: int, tensor: int, nbytes: int, salt: int = 0) -> bytes:
