@@ -40,6 +40,8 @@ setup(
         "llm_datadist._engine",
         "llm_datadist._kernels",
         "llm_datadist.backends",
+        "llm_datadist.backends.acl",
+        "llm_datadist.backends.host",
         "llm_datadist.backends.simulator",
         "llm_datadist.demo",
         "llm_datadist.utils",

@@ -6,5 +6,6 @@ __all__ = ["BUILT_IN"]
 
 #: Written like an entry point (``module:class``), so that naming a backend imports none of them.
 BUILT_IN: Final = {
+    "acl": "llm_datadist.backends.acl.backend:AclBackend",
     "simulator": "llm_datadist.backends.simulator.backend:SimulatorBackend",
 }

@@ -1,4 +1,4 @@
-"""From the options of `LLMDataDist.init` to a checked, frozen `EngineConfig`. Opens nothing."""
+"""From the options of `LLMDataDist.init` to a checked, frozen `EngineConfig`. Opens nothing but the secret's file."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeGuard
 
 from llm_datadist._addresses import Address, canonical_host, parse_address
 from llm_datadist._checks import INT32_MAX, UINT16_MAX, UINT32_MAX, check_dict, refused, typed
 from llm_datadist._enums import LLMRole
+from llm_datadist._secret import read_secret
 from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
 
 DEFAULT_SYNC_TIMEOUT_MS = 1000
@@ -32,6 +33,8 @@ CLUSTER_INFO = "llm.ClusterInfo"
 LOCAL_COMM_RES = "llm.LocalCommRes"
 TRANSFER_BACKEND = "llm.TransferBackend"
 MEMORY_LIMIT = "ge.flowGraphMemMaxSize"
+#: Only a variable, not an option: a program must not decide it for who runs it.
+ALLOW_INSECURE = "LLM_DATADIST_ALLOW_INSECURE"
 
 _MIB = 2**20
 
@@ -75,6 +78,10 @@ class EngineConfig:
     backend: str
     #: Part of every simulator address name.
     namespace: str
+    #: What peers on other hosts must know, too; None for nothing.
+    secret: bytes | None = field(repr=False)
+    #: Listen to other hosts also without a secret.
+    allow_insecure: bool
     #: Absent ranks of a rank-table link are this process.
     loopback: bool
     copy_threads: int
@@ -147,6 +154,8 @@ def parse_options(role: LLMRole, cluster_id: int, options: dict[str, str]) -> En
         local_comm_res=merged.get(LOCAL_COMM_RES),
         backend=_backend(merged),
         namespace=os.environ.get("LLM_DATADIST_NAMESPACE", ""),
+        secret=read_secret(),
+        allow_insecure=_switch({}, ALLOW_INSECURE, ALLOW_INSECURE, False),
         loopback=_switch(merged, "llm.Simulator.Loopback", "LLM_DATADIST_LOOPBACK", False),
         copy_threads=_copy_threads(merged),
         options=MappingProxyType(merged),

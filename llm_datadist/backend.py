@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import importlib
+import os
 import socket
 import warnings
 from abc import ABC, abstractmethod
@@ -42,6 +43,8 @@ class Failure(enum.Enum):
     """Why a backend could not do what it was asked."""
 
     OUT_OF_MEMORY = "out of memory"
+    #: Host memory of a device's driver, where `OUT_OF_MEMORY` is about a pool.
+    HOST_OUT_OF_MEMORY = "out of host memory"
     INVALID = "invalid argument"
     TIMED_OUT = "timed out"
     PEER_GONE = "peer gone"
@@ -49,6 +52,12 @@ class Failure(enum.Enum):
     STALE = "the peer's data changed before the copy"
     #: A guard word differed after the copy: the bytes written are undefined.
     TORN = "the peer's data changed during the copy"
+    LINK_FAILED = "link failed"
+    UNLINK_FAILED = "unlink failed"
+    #: The device reports a fault of its own memory: bytes are lost.
+    DEVICE_MEMORY = "device memory fault"
+    SUSPECT_REMOTE = "memory fault suspected at the peer"
+    CLOSING = "closing"
     UNSUPPORTED = "not supported"
     UNAVAILABLE = "not available"
     FAILED = "failed"
@@ -151,7 +160,7 @@ class Capabilities:
     host_access: bool
     #: Memory can be registered when links stand, and is reached over them. Else it is staged on them.
     late_regions: bool
-    #: Peers may be on other hosts: control runs over TCP, and no descriptors are passed.
+    #: Peers may be on other hosts: control runs over TCP, and neither a `Pair` nor an `Export` has descriptors.
     network: bool
     #: An engine can link to itself.
     self_link: bool
@@ -359,15 +368,17 @@ def make_backend(name: str) -> Backend:
     from importlib.metadata import entry_points
 
     from llm_datadist.backends import BUILT_IN
+    from llm_datadist.backends.acl.probe import is_installed
 
     if name == "auto":
-        # No Ascend runtime is looked for yet: the acl backend is not part of this version.
-        warnings.warn(
-            "llm.Backend is auto and no Ascend runtime was found: using the simulator (host memory, one host)",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-        name = "simulator"
+        # A broken runtime is chosen too, and is an error then: never the simulator in its place.
+        name = "acl" if is_installed(os.environ) else "simulator"
+        if name == "simulator":
+            warnings.warn(
+                "llm.Backend is auto and no Ascend runtime was found: using the simulator (host memory, one host)",
+                RuntimeWarning,
+                stacklevel=4,
+            )
     known = {**{point.name: point.value for point in entry_points(group=ENTRY_POINTS)}, **BUILT_IN}
     if name not in known:
         raise BackendError(Failure.INVALID, f"llm.Backend is {name!r}, allowed are auto, {', '.join(sorted(known))}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist._kernels import hostcopy, process
 from llm_datadist._kernels.runs import Bases, Plan, span_runs
 from llm_datadist.backend import BackendError, Endpoint, Export, Failure, Pair, Place, Region, Window
+from llm_datadist.backends.host.memory import failure_of
 from llm_datadist.backends.simulator import exports, failures
 from llm_datadist.backends.simulator.faults import Copy
 from llm_datadist.backends.simulator.registered import ADDRESSES, REGISTERED
@@ -120,7 +121,7 @@ class SimulatorEndpoint(Endpoint):
             else:
                 outcome = faults.copy(copy, plan, guard, self._liveness, deadline_ns, self._threads)
         except OSError as error:
-            raise failures.of_kernel(error) from error
+            raise failure_of(error) from error
         if outcome != hostcopy.DONE:
             raise failures.of_outcome(outcome)
 

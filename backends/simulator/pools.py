@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from llm_datadist.backend import BackendError, Failure, MemoryKind, Region
-from llm_datadist.backends.simulator.intervals import Intervals
+from llm_datadist.backends.host.intervals import Intervals
 from llm_datadist.backends.simulator.limits import Room
 from llm_datadist.backends.simulator.segments import HUGE_PAGE, PAGE, SHARED, Mapping, Segment
 

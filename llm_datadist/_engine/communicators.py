@@ -1,6 +1,6 @@
 """Rank-table links: named sets of two to four engines that meet without knowing each other's addresses.
 
-All members pass the same names, ranks and table. Each listens at a name made of these; the higher rank of every pair
+All members pass the same names, ranks and table. Each listens at a place made of these; the higher rank of every pair
 connects to the lower. `link` returns at once, and a worker goes on until all pairs are linked or the time is over.
 """
 
@@ -19,9 +19,10 @@ from typing import Any
 
 from llm_datadist._addresses import Address
 from llm_datadist._engine import control
-from llm_datadist._engine.control import Gone, NotThere, Service, TimedOut
+from llm_datadist._engine.control import Carrier, Gone, NotThere, Service, TimedOut
 from llm_datadist._engine.directory import Unreadable
 from llm_datadist._engine.links import Link, LinkRequest, Links, Refused
+from llm_datadist._engine.ranktable import devices_of
 from llm_datadist._engine.wire import Malformed
 from llm_datadist._log import get_logger
 from llm_datadist.backend import BackendError
@@ -34,6 +35,8 @@ PREPARING = 16
 DEFAULT_S = 120
 #: How soon to try again to reach a member that does not listen yet.
 RETRY_S = 0.01
+#: How long to try at a time: a host that is down does not answer at all, and `unlink` must not wait for it.
+TRY_NS = 2 * 10**9
 
 
 class CommState(enum.Enum):
@@ -53,6 +56,8 @@ class Communicator:
     #: Name and content of the set: what all members must agree on.
     meeting: str
     ranks: Mapping[int, int]
+    #: Where each member listens.
+    places: Mapping[int, Address]
     deadline_ns: int
     state: CommState = CommState.PREPARING
     #: Its links, which carry no transfer before all of them stand.
@@ -72,7 +77,7 @@ class Communicators:
         self,
         links: Links,
         service: Service,
-        namespace: str,
+        carrier: Carrier,
         cluster_id: int,
         total_s: int,
         attempts: int,
@@ -80,7 +85,7 @@ class Communicators:
     ) -> None:
         self._links = links
         self._service = service
-        self._namespace = namespace
+        self._carrier = carrier
         self._cluster_id = cluster_id
         self._total_ns = (total_s or DEFAULT_S) * 10**9
         self._attempts = attempts
@@ -96,10 +101,12 @@ class Communicators:
     def link(self, name: str, ranks: Mapping[int, int], table: str) -> int:
         """Start to link a set of engines; give the id of the communicator."""
         try:
-            meeting = digest(name, ranks, json.loads(table))
+            decoded = json.loads(table)
+            meeting = digest(name, ranks, decoded)
         except (ValueError, RecursionError) as e:
             raise LLMException(f"rank_table is not JSON: {e}", status_code=LLMStatusCode.LLM_LINK_FAILED) from e
-        comm = Communicator(name, meeting, dict(ranks), time.monotonic_ns() + self._total_ns)
+        places = {cluster: self._carrier.meeting_place(meeting, rank, decoded) for cluster, rank in ranks.items()}
+        comm = Communicator(name, meeting, dict(ranks), places, time.monotonic_ns() + self._total_ns)
         comm.worker = threading.Thread(target=self._prepare, args=(comm,), name="llm_datadist comm", daemon=True)
         with self._changed:
             if len(self._comms) >= LIMIT:
@@ -169,7 +176,7 @@ class Communicators:
                 if comm.state is CommState.PREPARING:
                     self._links.open(comm.links)
                     comm.state = CommState.READY
-        except (TimedOut, Gone, NotThere, Refused, Malformed, Unreadable, BackendError, OSError) as e:
+        except (TimedOut, Gone, NotThere, Refused, Malformed, Unreadable, BackendError, OSError, LLMException) as e:
             get_logger().error("communicator %s did not come about: %s", comm.name, e)
             with self._changed:
                 if comm.state is CommState.PREPARING:
@@ -203,7 +210,7 @@ class Communicators:
 
     def _meet(self, comm: Communicator) -> None:
         mine = comm.ranks[self._cluster_id]
-        listener = control.listen(self._namespace, self._place(comm, self._cluster_id))
+        listener = self._carrier.listen(comm.places[self._cluster_id])
         self._listeners.add(listener)
         self._service.listen(listener, self._links.accept)
         try:
@@ -222,29 +229,27 @@ class Communicators:
             self._listeners.discard(listener)
             self._service.release(listener)
 
-    def _place(self, comm: Communicator, cluster: int) -> Address:
-        # No real address has such a host, so nothing else listens there.
-        return Address(f"comm-{comm.meeting}-{cluster}", 0)
-
     def _is_there(self, comm: Communicator, cluster: int) -> bool:
         try:
-            control.connect(self._namespace, self._place(comm, cluster), time.monotonic_ns() + 10**7).close()
+            self._carrier.connect(comm.places[cluster], time.monotonic_ns() + 10**7).close()
         except (NotThere, TimedOut):
             return False
         return True
 
     def _connect(self, comm: Communicator, cluster: int, alias: int | None = None) -> None:
         # A loop-back link is told from others of the same engine by the member that it stands for.
-        local = () if alias is None else (self._place(comm, alias),)
+        local = () if alias is None else (comm.places[alias],)
         request = LinkRequest(cluster, local, comm=comm.meeting, alias=alias)
         attempts = 0
         while True:
             try:
-                channel = control.connect(self._namespace, self._place(comm, cluster), comm.deadline_ns)
-            except NotThere:
+                channel = self._carrier.connect(
+                    comm.places[cluster], min(comm.deadline_ns, time.monotonic_ns() + TRY_NS)
+                )
+            except (NotThere, TimedOut) as e:
                 with self._changed:
                     if time.monotonic_ns() > comm.deadline_ns:
-                        raise TimedOut(f"cluster {cluster} did not come in time") from None
+                        raise TimedOut(f"cluster {cluster} did not come in time: {e}") from None
                     if comm.state is not CommState.PREPARING:
                         raise Gone("unlinked meanwhile") from None
                     self._changed.wait(RETRY_S)
@@ -265,11 +270,7 @@ def digest(name: str, ranks: Mapping[int, int], table: Any) -> str:
 
     Members may write one table in different ways, so it counts which address has which rank, if the table says that.
     """
-    devices = []
-    if isinstance(table, dict) and isinstance(table.get("server_list"), list):
-        for server in table["server_list"]:
-            listed = server.get("device") if isinstance(server, dict) else None
-            devices += [d for d in listed if isinstance(d, dict)] if isinstance(listed, list) else []
+    devices = [device for _, device in devices_of(table)]
     if devices and all("rank_id" in device and "device_ip" in device for device in devices):
         content: Any = sorted((str(device["rank_id"]), str(device["device_ip"])) for device in devices)
     else:

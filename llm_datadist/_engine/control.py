@@ -1,42 +1,36 @@
-"""Control connections: sockets, frames on them, and the one service thread of an engine.
-
-On one host control runs over Unix sockets in the abstract namespace, named by user, namespace, address and port. So
-programs may use addresses that the machine does not own, no network port is opened, the kernel says who the peer is,
-and descriptors of memory can be passed along.
-"""
+"""Control connections: how they are made, frames on them, and the one service thread of an engine."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import select
 import selectors
 import socket
-import struct
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from llm_datadist._addresses import Address
 from llm_datadist._engine import wire
 from llm_datadist._engine.wire import Frame, Malformed
 from llm_datadist._log import get_logger
 
-__all__ = ["Channel", "Gone", "NotThere", "Service", "TimedOut", "connect", "listen"]
+__all__ = ["Carrier", "Channel", "Gone", "NotThere", "Service", "TimedOut"]
 
-MAX_NAME = 107
 MAX_FDS = 192
+#: So many clients may say nothing at the same time; the oldest go first.
+MAX_SILENT = 256
 #: How soon to try again when the process had no descriptor left for a new connection.
 RETRY_S = 1.0
 #: The service thread never waits long, so neither does who waits for it.
 RELEASE_S = 5.0
 #: Longer waits overflow poll(); who waits longer is woken and waits again, or gives up after eleven days.
 LONGEST_S = 1e6
-SO_PEERPIDFD = 77  # Linux 6.5; not yet in the socket module
-PEER_CREDENTIALS = struct.Struct("3i")
 
 
 class Gone(Exception):
@@ -51,93 +45,94 @@ class TimedOut(Exception):
     """The time limit passed first."""
 
 
-def socket_name(namespace: str, address: Address) -> bytes:
-    """Name the abstract socket of an address."""
-    name = f"llm_datadist/{os.getuid()}/{namespace}/{address}".encode(errors="surrogateescape")
-    if len(name) > MAX_NAME:
-        name = b"llm_datadist/" + hashlib.sha256(name).hexdigest().encode()
-    return b"\0" + name
-
-
-def listen(namespace: str, address: Address) -> socket.socket:
-    """Listen at an address of this host's (or container's) abstract namespace."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.bind(socket_name(namespace, address))
-        sock.listen(1024)
-        sock.setblocking(False)
-    except OSError as e:
-        sock.close()
-        holder = "another engine or process of this user holds it" if e.errno == errno.EADDRINUSE else e.strerror
-        raise OSError(e.errno, f"cannot listen at {address}: {holder}") from e
-    return sock
-
-
-def connect(namespace: str, address: Address, deadline_ns: int) -> Channel:
-    """Connect to whoever listens at the address, or at its port with the wildcard address."""
-    names = [address, *address.wildcards()]
-    for name in names:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        try:
-            while True:
-                try:
-                    sock.connect(socket_name(namespace, name))
-                    return Channel(sock)
-                except BlockingIOError:
-                    # The listener's queue is full; nothing tells when there is room again.
-                    if time.monotonic_ns() > deadline_ns:
-                        raise TimedOut(f"{address} did not take the connection in time") from None
-                    time.sleep(0.002)
-        except ConnectionRefusedError:
-            sock.close()
-        except BaseException:
-            sock.close()
-            raise
-    raise NotThere(
-        f"nobody listens at {address} in namespace {namespace!r} on this host "
-        "(simulator addresses reach one user in one network namespace)"
-    )
-
-
 def remaining(deadline_ns: int) -> float:
     """Seconds until a deadline, at least 0, and no more than any wait of the system takes."""
     return min(max(deadline_ns - time.monotonic_ns(), 0) / 1e9, LONGEST_S)
 
 
-class Channel:
-    """One control connection. Frames may be sent from any thread; one thread at a time receives."""
+class Carrier(ABC):
+    """How control connections are made. Methods may be called from any thread, but where they say otherwise."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    @abstractmethod
+    def listen(self, address: Address) -> socket.socket:
+        """Listen at an address, without blocking.
+
+        Raises
+        ------
+        OSError
+            With the address and what is wrong.
+        """
+
+    @abstractmethod
+    def admit(self, sock: socket.socket, admitted: Callable[[socket.socket], None]) -> None:
+        """Call `admitted` once a client is worth a link worker, soon or never; both in the service thread."""
+
+    @abstractmethod
+    def accepted(self, sock: socket.socket) -> Channel:
+        """Make the channel to a client that was admitted; on failure close the socket, and raise like `connect`."""
+
+    @abstractmethod
+    def connect(self, address: Address, deadline_ns: int) -> Channel:
+        """Connect to whoever listens at an address.
+
+        Raises
+        ------
+        NotThere
+            Nobody listens there, or a stranger does; perhaps later.
+        TimedOut
+            The deadline passed first.
+        Malformed, OSError
+            Trying again would not help.
+        """
+
+    @abstractmethod
+    def meeting_place(self, meeting: str, rank: int, table: Any) -> Address:
+        """Say where a member of a rank-table link listens for the others.
+
+        Parameters
+        ----------
+        meeting : str
+            Digest of what all members agree on.
+        rank : int
+            Rank of the member.
+        table : object
+            The rank table, decoded, and otherwise unchecked.
+
+        Raises
+        ------
+        LLMException
+            LLM_LINK_FAILED when the table does not tell.
+        """
+
+
+class Channel:
+    """One control connection. Frames may be sent from any thread; one thread at a time receives.
+
+    Parameters
+    ----------
+    sock : socket
+        Connected; the channel's from now on.
+    peer : str
+        Who is at the other end, for texts.
+    pid, pidfd : int
+        The peer's process and a descriptor of it, now the channel's; -1 where there is none.
+    """
+
+    def __init__(self, sock: socket.socket, peer: str, pid: int = -1, pidfd: int = -1) -> None:
         sock.setblocking(False)
         self.socket = sock
-        self.pid, uid, _ = PEER_CREDENTIALS.unpack(
-            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
-        )
-        self.pidfd = -1
-        if uid != os.getuid():
-            sock.close()
-            raise NotThere(f"the peer runs as user {uid}, this process as user {os.getuid()}")
-        self.pidfd = self._open_pidfd()
+        self.peer = peer
+        self.pid = pid
+        self.pidfd = pidfd
         self._send_lock = threading.Lock()
         self._received = bytearray()
         self._fds: list[int] = []
 
-    def _open_pidfd(self) -> int:
-        with contextlib.suppress(OSError):
-            raw = self.socket.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4)
-            fd: int = struct.unpack("i", raw)[0]
-            os.set_inheritable(fd, False)
-            return fd
-        if self.pid > 0:
-            with contextlib.suppress(OSError):
-                return os.pidfd_open(self.pid)
-        # A peer of another process-id namespace: its socket alone tells its death.
-        return -1
-
     def send(self, frame: Frame, deadline_ns: int, fds: Sequence[int] = ()) -> None:
         """Send a frame and descriptors with it; raise `Gone` or `TimedOut`."""
         data = memoryview(wire.encode(frame))
+        if fds and self.socket.family != socket.AF_UNIX:
+            raise OSError("descriptors reach processes of this host only, and this connection leads to any host")
         if not self._send_lock.acquire(timeout=remaining(deadline_ns)):
             raise TimedOut("another frame is still being sent")
         try:
@@ -240,6 +235,8 @@ class Service:
         self._jobs: deque[Callable[[], None]] = deque()
         #: Listeners that wait until a descriptor is free.
         self._starved: list[Callable[[], None]] = []
+        #: Clients that have not said enough yet, and until when they may.
+        self._silent: dict[socket.socket, int] = {}
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -261,6 +258,25 @@ class Service:
     def pause(self, sock: socket.socket) -> None:
         """Stop to accept; what comes waits in the kernel's queue. Only from the service thread."""
         self._forget(sock)
+
+    def expect(self, sock: socket.socket, nbytes: int, deadline_ns: int, ready: Callable[[], None]) -> None:
+        """Call `ready` once so many bytes of a client have arrived, or its end. Only from the service thread.
+
+        A client costs nothing but a descriptor until then, and is hung up on if that takes too long, or if too many
+        others wait.
+        """
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+        if len(self._silent) >= MAX_SILENT:
+            self._hang_up(min(self._silent, key=self._silent.__getitem__), "too many others wait")
+        self._silent[sock] = deadline_ns
+
+        def heard() -> None:
+            self._forget(sock)
+            del self._silent[sock]
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+            ready()
+
+        self._register(sock, heard)
 
     def watch(self, channel: Channel, frame: Callable[[Frame], None], gone: Callable[[str], None]) -> None:
         """Hand each frame of a channel over, and its end."""
@@ -314,6 +330,8 @@ class Service:
         self._selector.close()
         self._wake_in.close()
         self._wake_out.close()
+        while self._silent:
+            self._silent.popitem()[0].close()
 
     def _wake(self) -> None:
         # A full pipe means that a wake-up is already under way; a closed one, that the thread has ended.
@@ -327,11 +345,13 @@ class Service:
     def _run(self) -> None:
         while not self._stopping:
             starved, self._starved = self._starved, []
-            for key, _ in self._selector.select(RETRY_S if starved else None):
-                if key.fd in self._selector.get_map():
+            for key, _ in self._selector.select(RETRY_S if starved else self._patience()):
+                # What came before it may have closed the descriptor, and even registered another of the same number.
+                if self._selector.get_map().get(key.fd) is key:
                     self._guarded(key.data)
             self._jobs.extend(starved)
             self._run_jobs()
+            self._hang_up_on_silent()
 
     def _run_jobs(self) -> None:
         while self._jobs:
@@ -366,6 +386,21 @@ class Service:
                 self._starved.append(lambda: self._register(listener, lambda: self._accept(listener, accepted)))
             return
         accepted(sock)
+
+    def _patience(self) -> float | None:
+        """Seconds until the first of the silent has had its time; None for ever."""
+        return remaining(min(self._silent.values())) if self._silent else None
+
+    def _hang_up_on_silent(self) -> None:
+        now = time.monotonic_ns()
+        for sock in [sock for sock, deadline_ns in self._silent.items() if deadline_ns <= now]:
+            self._hang_up(sock, "it did not say in time who it is")
+
+    def _hang_up(self, sock: socket.socket, why: str) -> None:
+        get_logger().info("hung up on a client: %s", why)
+        self._forget(sock)
+        del self._silent[sock]
+        sock.close()
 
     def _read(self, channel: Channel, frame: Callable[[Frame], None], gone: Callable[[str], None]) -> None:
         try:

@@ -15,10 +15,12 @@ from llm_datadist._engine.asked import Answerer
 from llm_datadist._engine.board import Board
 from llm_datadist._engine.caches import Caches, Pool
 from llm_datadist._engine.communicators import Communicators
-from llm_datadist._engine.control import Service
+from llm_datadist._engine.control import Carrier, Service
 from llm_datadist._engine.copies import Copies
 from llm_datadist._engine.directory import Directory
 from llm_datadist._engine.links import LinkRequest, Links, Terms
+from llm_datadist._engine.local import Local
+from llm_datadist._engine.network import Network
 from llm_datadist._engine.paths import Rules
 from llm_datadist._engine.space import Space
 from llm_datadist._engine.staging import DENSE_STAGING_BYTES, SPARSE_STAGING_BYTES, Staging
@@ -87,18 +89,21 @@ class Engine:
                 len(config.devices),
             )
             answerer = Answerer(directory_window, board_window, incarnation)
-            self.links = Links(backend, self._directory, board, terms, config.namespace, self._service, answerer)
+            carrier: Carrier = Local(config.namespace)
+            if backend.capabilities.network:
+                carrier = Network(self._service, config.secret, config.allow_insecure)
+            self.links = Links(backend, self._directory, board, terms, carrier, self._service, answerer)
             self.caches.proved_gone = self.links.proved_gone
             self.staging = Staging(backend, staged, self.caches, self.links)
             self.links.listen(config.listen)
             self.communicators = Communicators(
                 self.links,
                 self._service,
-                config.namespace,
+                carrier,
                 config.cluster_id,
                 config.link_total_time_s,
                 config.link_retry_count,
-                config.loopback,
+                config.loopback and not backend.capabilities.network,
             )
             rules = Rules(config.cache_manager, config.remote_accessible, config.device_pool is not None)
             self.transfers = Transfers(self.caches, self.links, self.staging, config.sync_timeout_ms, rules)

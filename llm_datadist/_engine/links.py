@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,7 +26,7 @@ from llm_datadist._addresses import Address
 from llm_datadist._engine import codes, control
 from llm_datadist._engine.asked import Answerer, AskedBoard, AskedDirectory, GuardedMoves
 from llm_datadist._engine.board import Board, MappedBoard, PeerBoard
-from llm_datadist._engine.control import Channel, Gone, NotThere, Service, TimedOut
+from llm_datadist._engine.control import Carrier, Channel, Gone, NotThere, Service, TimedOut
 from llm_datadist._engine.directory import MAX_LINKS, Directory, MappedDirectory, PeerDirectory, Unreadable
 from llm_datadist._engine.uses import Turn, Use
 from llm_datadist._engine.wire import Frame, Kind, Malformed
@@ -204,7 +204,7 @@ class Links:
         directory: Directory,
         board: Board,
         terms: Terms,
-        namespace: str,
+        carrier: Carrier,
         service: Service,
         answerer: Answerer,
     ) -> None:
@@ -213,7 +213,7 @@ class Links:
         self._directory = directory
         self._board = board
         self.terms = terms
-        self._namespace = namespace
+        self._carrier = carrier
         self._service = service
         self._lock = threading.Lock()
         self._links: dict[tuple[bool, int, tuple[str, ...], str], Link] = {}
@@ -230,6 +230,8 @@ class Links:
         self.ended: Callable[[Link], None] = lambda link: None
         self._epochs = itertools.count(secrets.randbelow(1 << 61) + (1 << 61) << 1, 2)
         self._listeners: list[tuple[Address, socket.socket]] = []
+        #: Admitted clients that wait for a worker; only the service thread looks at them.
+        self._admissions: deque[socket.socket] = deque()
         self._paused = False
         self._accepting = 0
         #: Of the one link or unlink call at a time of KvCacheManager mode.
@@ -291,37 +293,49 @@ class Links:
     def listen(self, addresses: Sequence[Address]) -> None:
         """Accept links at these addresses; on failure none of them stays bound."""
         sockets: list[tuple[Address, socket.socket]] = []
-        try:
+        with ExitStack() as undo:
             for address in addresses:
-                sockets.append((address, control.listen(self._namespace, address)))
-        except OSError as e:
-            for _, sock in sockets:
-                sock.close()
-            raise LLMException(e.strerror or str(e), status_code=LLMStatusCode.LLM_FAILED) from e
+                try:
+                    sockets.append((address, undo.enter_context(self._carrier.listen(address))))
+                except OSError as e:
+                    raise LLMException(e.strerror or str(e), status_code=LLMStatusCode.LLM_FAILED) from e
+            undo.pop_all()
         self._listeners.extend(sockets)
         for _, sock in sockets:
             self._service.listen(sock, self.accept)
 
     def accept(self, sock: socket.socket) -> None:
         """Serve a new connection; called in the service thread."""
+        self._carrier.admit(sock, self._admitted)
+
+    def _admitted(self, sock: socket.socket) -> None:
+        self._admissions.append(sock)
+        self._start_workers()
         # Above the number of workers, further clients wait in the kernel's queue.
-        self._accepting += 1
         if self._accepting >= WORKERS and not self._paused:
             self._paused = True
             for _, listener in self._listeners:
                 self._service.pause(listener)
-        worker = threading.Thread(target=self._serve, args=(sock,), name="llm_datadist link", daemon=True)
-        try:
-            worker.start()
-        except RuntimeError as e:
-            get_logger().error("a link can't be served: %s", e)
-            sock.close()
-            self._served()
-            return
-        self._workers = {*filter(threading.Thread.is_alive, self._workers), worker}
+
+    def _start_workers(self) -> None:
+        while self._admissions and self._accepting < WORKERS:
+            sock = self._admissions.popleft()
+            if self._closing:
+                sock.close()
+                continue
+            worker = threading.Thread(target=self._serve, args=(sock,), name="llm_datadist link", daemon=True)
+            try:
+                worker.start()
+            except RuntimeError as e:
+                get_logger().error("a link can't be served: %s", e)
+                sock.close()
+                continue
+            self._accepting += 1
+            self._workers = {*filter(threading.Thread.is_alive, self._workers), worker}
 
     def _served(self) -> None:
         self._accepting -= 1
+        self._start_workers()
         if self._paused and self._accepting < WORKERS:
             self._paused = False
             for _, listener in self._listeners:
@@ -329,7 +343,7 @@ class Links:
 
     def _serve(self, sock: socket.socket) -> None:
         try:
-            channel = Channel(sock)
+            channel = self._carrier.accepted(sock)
         except (NotThere, OSError) as e:
             get_logger().warning("refused a link: %s", e)
         else:
@@ -337,7 +351,7 @@ class Links:
                 with self._handshake(channel):
                     self._answer(channel)
             except (Gone, TimedOut, Malformed, Unreadable, BackendError, Refused, OSError, ValueError) as e:
-                get_logger().warning("a link with process %d did not come about: %s", channel.pid, e)
+                get_logger().warning("a link with %s did not come about: %s", channel.peer, e)
         finally:
             self._service.call(self._served)
 
@@ -496,7 +510,7 @@ class Links:
                 self._remove(old, "replaced by a new link")
         step = "connecting"
         try:
-            channel = control.connect(self._namespace, request.remote[0], deadline_ns)
+            channel = self._carrier.connect(request.remote[0], deadline_ns)
             step = "greeting"
             self.greet(channel, request, deadline_ns)
         except TimedOut as e:
@@ -961,7 +975,7 @@ class Links:
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child, and break every link."""
-        for _, sock in self._listeners:
+        for sock in (*(sock for _, sock in self._listeners), *self._admissions):
             sock.close()
         for channel in list(self._handshakes):
             channel.close()

@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import ascend
 import pytest
 
 from llm_datadist.backend import Endpoint, Export, Pair
+from llm_datadist.backends.acl.backend import AclBackend
 from llm_datadist.backends.simulator.backend import SimulatorBackend
 
 OWNER = Path(__file__).with_name("simulator_owner.py")
@@ -119,3 +121,76 @@ def endpoint(owner: Owner, make_backend: Callable[..., SimulatorBackend]) -> Ite
     link = make_backend().connect(owner.export, owner.pair, time.monotonic_ns() + SECONDS * 10**9)
     yield link
     link.close()
+
+
+# ---- the acl backend on the fake driver
+
+
+@pytest.fixture(scope="session")
+def ascend_driver(tmp_path_factory: pytest.TempPathFactory) -> ascend.Ascend:
+    """Compile and load the fake driver. It stays in the process, as the real one does."""
+    return ascend.Ascend(*ascend.build(tmp_path_factory.mktemp("ascend")))
+
+
+@pytest.fixture
+def driver(
+    ascend_driver: ascend.Ascend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nothing_left: None
+) -> Iterator[ascend.Ascend]:
+    """Give the fake driver, as fresh as it can be; a test fails when the backend used it wrongly, here or elsewhere."""
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    for name, value in ascend_driver.paths.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FAKE_ASCEND_DOMAIN", f"{os.getpid()}-{tmp_path.name}"[-60:])
+    monkeypatch.setenv("FAKE_ASCEND_REPORT", str(reports))
+    monkeypatch.setenv("AUTO_USE_UC_MEMORY", "0")
+    ascend_driver.reset()
+    ascend_driver.reload()
+    yield ascend_driver
+    wrong = ascend_driver.violations() + "".join(file.read_text() for file in reports.iterdir())
+    ascend_driver.reset()
+    assert not wrong, wrong
+
+
+@pytest.fixture
+def make_acl(driver: ascend.Ascend) -> Iterator[Callable[..., AclBackend]]:
+    """Make opened acl backends that are closed at the end."""
+    backends = []
+
+    def make(*devices: int, **options: str) -> AclBackend:
+        backend = AclBackend()
+        backend.open(devices or (0,), {key.replace("_", "."): value for key, value in options.items()})
+        backends.append(backend)
+        return backend
+
+    yield make
+    for backend in backends:
+        backend.close()
+
+
+@pytest.fixture
+def link_acl() -> Iterator[Callable[..., ascend.Link]]:
+    """Link acl backends of this process; the links end before the backends."""
+    links: list[ascend.Link] = []
+
+    def make(left: AclBackend, right: AclBackend, seconds: float = SECONDS) -> ascend.Link:
+        links.append(ascend.Link(left, right, seconds))
+        return links[-1]
+
+    yield make
+    for link in links:
+        link.close()
+
+
+@pytest.fixture
+def start_acl(driver: ascend.Ascend) -> Iterator[Callable[..., ascend.Owner]]:
+    """Start processes with an acl backend; give their device, options and environment."""
+    owners: list[ascend.Owner] = []
+
+    def start(device: int, options: dict[str, str] | None = None, **environment: str) -> ascend.Owner:
+        owners.append(ascend.Owner(device, options or {}, **environment))
+        return owners[-1]
+
+    yield start
+    for owner in owners:
+        owner.end()

@@ -21,11 +21,11 @@ from llm_datadist._kernels import process
 from llm_datadist._kernels.hostcopy import Guard
 from llm_datadist._kernels.runs import Bases, Plan, block_runs, indices, span_runs
 from llm_datadist.backend import BackendError, Failure, MemoryKind, Region
-from llm_datadist.backends.simulator import registered
+from llm_datadist.backends.host import memory
+from llm_datadist.backends.host.intervals import Intervals
 from llm_datadist.backends.simulator.backend import SimulatorBackend
 from llm_datadist.backends.simulator.endpoint import BY_PROCESS, MAPPED, SimulatorEndpoint
 from llm_datadist.backends.simulator.faults import Faults
-from llm_datadist.backends.simulator.intervals import Intervals
 from llm_datadist.backends.simulator.registered import REGISTERED
 
 MIB = 1 << 20
@@ -47,13 +47,13 @@ def one(source: int, destination: int, nbytes: int) -> Plan:
 def count_looks(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """Give a list that grows with each look at /proc/self/maps."""
     looks: list[None] = []
-    maps = registered._maps
+    maps = memory.maps
 
     def look() -> tuple[Intervals, Intervals]:
         looks.append(None)
         return maps()
 
-    monkeypatch.setattr(registered, "_maps", look)
+    monkeypatch.setattr(memory, "maps", look)
     return looks
 
 

@@ -22,7 +22,7 @@ from pairs import options
 from llm_datadist import LLMRole
 from llm_datadist import LLMStatusCode as Code
 from llm_datadist._addresses import Address
-from llm_datadist._engine import control, wire
+from llm_datadist._engine import local, wire
 from llm_datadist._engine.engine import Engine
 from llm_datadist._engine.links import LinkRequest
 from llm_datadist._engine.wire import HEADER, Frame, Kind
@@ -66,7 +66,7 @@ class Raw:
     def __init__(self, server: Engine) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.settimeout(LIMIT_S)
-        self.socket.connect(control.socket_name(server.config.namespace, ADDRESS))
+        self.socket.connect(local.socket_name(server.config.namespace, ADDRESS))
 
     def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
         socket.send_fds(self.socket, [data], fds)

@@ -1,0 +1,1 @@
+"""acl: engines on Ascend devices, whose memory HCCL moves one-sided between machines."""

@@ -1,0 +1,1 @@
+"""Memory of this process that the processor can reach, as more than one backend needs it."""

@@ -1,0 +1,118 @@
+"""Which addresses of this process are sure to be memory, and copies that no address can turn into a signal."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final
+
+from llm_datadist._kernels import hostcopy, process
+from llm_datadist._kernels.runs import Plan
+from llm_datadist.backend import BackendError, Failure
+from llm_datadist.backends.host.intervals import Intervals
+
+__all__ = ["HostMemory", "failure_of", "maps"]
+
+_FAILURES: Final = {
+    errno.EFAULT: Failure.INVALID,
+    errno.ESRCH: Failure.PEER_GONE,
+    errno.EPERM: Failure.UNSUPPORTED,
+    errno.ENOSYS: Failure.UNSUPPORTED,
+    errno.ENOMEM: Failure.OUT_OF_MEMORY,
+}
+
+
+class HostMemory:
+    """What is known of addresses that local copies use. Thread-safe."""
+
+    def __init__(self) -> None:
+        #: Ranges that are memory, with how often that was said.
+        self._ranges: Counter[tuple[int, int]] = Counter()
+        self._known = Intervals()
+        #: The same, as `process.covered` takes it.
+        self._words = b""
+        self._lock = threading.Lock()
+
+    def add(self, address: int, nbytes: int) -> None:
+        """Say that a range is memory until it is removed."""
+        with self._lock:
+            self._ranges[address, address + nbytes] += 1
+            self._publish()
+
+    def remove(self, address: int, nbytes: int) -> None:
+        """Take back what `add` was told once."""
+        with self._lock:
+            self._ranges[address, address + nbytes] -= 1
+            self._ranges += Counter()  # drops what is zero
+            self._publish()
+
+    def _publish(self) -> None:
+        known = Intervals()
+        for begin, end in self._ranges:
+            known.add(begin, end)
+        self._known, self._words = known, array("Q", [word for part in known for word in part]).tobytes()
+
+    def check(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Refuse (begin, end) ranges that are not memory now, before something touches them that would not.
+
+        Raises
+        ------
+        BackendError
+            ``INVALID``, with the first part that is no memory.
+        """
+        known = self._known
+        unknown = [span for span in spans if known.gaps(*span)]
+        if unknown:
+            _, usable = maps()
+            for begin, end in unknown:
+                for absent, until in usable.gaps(begin, end):
+                    raise BackendError(
+                        Failure.INVALID,
+                        f"{end - begin} bytes at {begin:#x} are not memory of this process that can be read and "
+                        f"written: nothing is at {absent:#x} to {until:#x}",
+                    )
+
+    def copy(self, plan: Plan, threads: int, *, ordered: bool) -> None:
+        """Copy inside this process, directly where memory is known to be, else by the kernel."""
+        if not process.covered(plan, self._words) and not _is_memory(plan):
+            try:
+                process.transfer(plan, os.getpid(), False, None, None, 0, 1 if ordered else threads)
+            except OSError as error:
+                raise failure_of(error) from error
+        elif ordered:
+            hostcopy.move(plan)
+        else:
+            hostcopy.copy(plan, None, None, 0, threads)
+
+
+def failure_of(error: OSError) -> BackendError:
+    """Translate what `process.transfer` raises; its text names the address and whose it is."""
+    number = error.errno or 0
+    return BackendError(_FAILURES.get(number, Failure.FAILED), f"Copying failed: {error.strerror}.", number)
+
+
+def _is_memory(plan: Plan) -> bool:
+    """Look whether a plan's addresses are memory now: nobody says when memory goes that was never registered."""
+    _, usable = maps()
+    runs = plan.runs
+    return not any(
+        usable.gaps(source, source + runs.source_end) or usable.gaps(destination, destination + runs.destination_end)
+        for source, destination in plan.bases.tolist()
+    )
+
+
+def maps() -> tuple[Intervals, Intervals]:
+    """Give what is mapped in this process, and what of it can be read and written."""
+    mapped, usable = Intervals(), Intervals()
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            span, permissions, _ = line.split(" ", 2)
+            begin, end = (int(text, 16) for text in span.split("-"))
+            mapped.add(begin, end)
+            if permissions.startswith("rw"):
+                usable.add(begin, end)
+    return mapped, usable
