@@ -8,6 +8,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 
+import addresses
+import ascend_session
+import devices
 import pairs
 import pytest
 import users
@@ -31,8 +34,15 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "needs(*names, **values): skip on a backend whose Capabilities lack one of the names, or have another value",
     )
-    if not capabilities(config).late_regions:
+    declared = capabilities(config)
+    if not declared.late_regions:
         config.addinivalue_line("filterwarnings", "ignore:registered memory of cluster:RuntimeWarning")
+    if declared.network:
+        config.add_cleanup(addresses.claim_net().close)
+    if config.getoption("--backend") == "acl":
+        folders = ascend_session.start(os.environ.get("PYTEST_XDIST_WORKER", "alone"))
+        config.add_cleanup(lambda: ascend_session.end(folders))
+        devices.take_own()
 
 
 def capabilities(config: pytest.Config) -> Capabilities:
@@ -74,6 +84,8 @@ def nothing_left(surroundings: None) -> Iterator[None]:
     assert left_running is None, "the test left an initialised LLMDataDist behind"
     after = leftovers()
     assert not after - before, f"the test left behind: {after - before}"
+    wrong = ascend_session.violations() + ascend_session.reported()
+    assert not wrong, f"what the driver was told by this process, and by others that have ended: {wrong}"
 
 
 def leftovers() -> set[str]:
@@ -118,13 +130,16 @@ def peer() -> Iterator[Peer]:
         shared.set_environment(name, os.environ[name])
     yield shared
     if shared.process.is_alive():
-        shared.make("conftest_support:reset")
+        wrong = shared.make("conftest_support:reset")
+        if devices.scarce():
+            _shared.pop().close()
+        assert not wrong, f"what the driver was told by the shared peer: {wrong}"
 
 
 def pytest_sessionfinish() -> None:
     """End the shared peer."""
-    for shared in _shared:
-        shared.close()
+    while _shared:
+        _shared.pop().close()
 
 
 @pytest.fixture

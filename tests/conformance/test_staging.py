@@ -6,7 +6,6 @@ The owner lives in a peer; the initiator in this process finds the direct way fo
 from __future__ import annotations
 
 import itertools
-import os
 import signal
 import time
 import warnings
@@ -462,8 +461,6 @@ def test_owner_does_not_answer(peer: Peer, write: bool) -> None:
 def test_owner_goes_away(start_peer: Callable[[], Peer], end: str) -> None:
     """B06: NOT_YET_LINK at once, however long the limit; no thread is left."""
     peer = start_peer()
-    for name in ("LLM_DATADIST_NAMESPACE", "LLM_DATADIST_BACKEND"):
-        peer.set_environment(name, os.environ[name])
     pair = Pair(peer, remote=False)
     try:
         desc = bytes_desc(2, 1, 4 * AREA_BYTES)
@@ -492,8 +489,6 @@ def test_failed_transfer(pair: Pair) -> None:
 def test_two_links_at_once(pair: Pair, start_peer: Callable[[], Peer]) -> None:
     """S-191: links don't mix up their areas."""
     second = start_peer()
-    for name in ("LLM_DATADIST_NAMESPACE", "LLM_DATADIST_BACKEND"):
-        second.set_environment(name, os.environ[name])
     second.make("members:make_mine", 3)
     second.make("members:forbid_process")
     desc = bytes_desc(2, 4, 20_000)

@@ -31,14 +31,14 @@ MakeBackend = Callable[..., AclBackend]
 _names = (f"{os.getpid()}-{number}" for number in itertools.count())
 
 
-def build(directory: Path, *, lacks: Collection[str] = ()) -> tuple[Path, Path]:
+def build(directory: Path, *, lacks: Collection[str] = (), sanitize: bool = False) -> tuple[Path, Path]:
     """Compile the fake into a directory; give the paths of ACL and HCCL."""
     spec = importlib.util.spec_from_file_location("fake_ascend_build", FAKE / "build.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    made: tuple[Path, Path] = module.build(directory, lacks=lacks)
+    made: tuple[Path, Path] = module.build(directory, lacks=lacks, sanitize=sanitize)
     return made
 
 

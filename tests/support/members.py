@@ -5,7 +5,6 @@ Every member has a blocks cache full of its own pattern, under the key of its cl
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import importlib
 import itertools
@@ -17,6 +16,8 @@ from typing import Any
 import inside
 import memory
 import pairs
+import users
+from addresses import bindable
 from peer import Peer
 
 from llm_datadist import BlocksCacheKey, CacheDesc, LLMClusterInfo, LLMDataDist, LLMRole
@@ -73,7 +74,8 @@ class Member(Far):
         salt: int = 0,
         **extra: Any,
     ) -> None:
-        super().__init__(cluster_id, listen if isinstance(listen, str) else f"10.0.{cluster_id % 250}.1:{next(_ports)}")
+        address = listen if isinstance(listen, str) else f"10.0.{cluster_id % 250}.1:{next(_ports)}"
+        super().__init__(cluster_id, bindable(address))
         self.peer, self.desc, self.salt = peer, desc, salt
         self.options = options(self.address if listen else None, **extra)
         self.dd: Any = self.run("llm_datadist:LLMDataDist", role, cluster_id)
@@ -130,14 +132,12 @@ class Member(Far):
         self.dd.finalize()
 
 
-_memory: list[Any] = []
-
-
 def user_memory(nbytes: int, count: int = 1) -> list[int]:
     """Give addresses of memory of this process that its engine does not own, full of 0xA5."""
-    made = [(ctypes.c_char * nbytes).from_buffer(bytearray([pairs.PREFILL]) * nbytes) for _ in range(count)]
-    _memory.extend(made)
-    return [ctypes.addressof(each) for each in made]
+    taken = [users.take(nbytes) for _ in range(count)]
+    for address in taken:
+        memory.write(address, bytes([pairs.PREFILL]) * nbytes)
+    return taken
 
 
 def forbid_process(forbid: bool = True) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import memory
+from addresses import bindable
+from devices import require as need_devices
 from peer import Peer, Remote
 
 from llm_datadist import CacheDesc, DataType, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole, LLMStatusCode
@@ -21,10 +23,11 @@ _ports = itertools.count(26000)
 
 def options(listen: str | None = None, devices: int | list[int] = 0, **extra: Any) -> dict[str, str]:
     """Make the options of an engine; ``extra`` are `LLMConfig` properties, or raw keys with ``__`` for each dot."""
+    need_devices(max(devices) if isinstance(devices, list) else devices)
     config = LLMConfig()
     config.device_id = devices
     if listen is not None:
-        config.listen_ip_info = listen
+        config.listen_ip_info = bindable(listen)
     raw = {}
     for name, value in extra.items():
         if "__" in name:
@@ -39,7 +42,7 @@ def cluster_info(cluster_id: int, addresses: Sequence[str], local: str = "192.16
     info = LLMClusterInfo()
     info.remote_cluster_id = cluster_id
     for address in addresses:
-        ip, _, port = address.rpartition(":")
+        ip, _, port = bindable(address).rpartition(":")
         info.append_local_ip_info(local, 0)
         info.append_remote_ip_info(ip.strip("[]"), int(port))
     return info
@@ -52,7 +55,7 @@ class Prompt:
         self.peer = peer
         self.cluster_id = cluster_id
         count = len(devices) if isinstance(devices, list) else 1
-        self.addresses = [f"10.0.{cluster_id % 250}.1:{next(_ports)}" for _ in range(count)]
+        self.addresses = [bindable(f"10.0.{cluster_id % 250}.1:{next(_ports)}") for _ in range(count)]
         self.options = options(";".join(self.addresses), devices, **extra)
         self.dd: Remote = peer.make("llm_datadist:LLMDataDist", LLMRole.PROMPT, cluster_id)
         self.dd.init(self.options)

@@ -7,16 +7,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import devices
+
 
 def run(program: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run a program in an empty folder; warnings are errors."""
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, *arguments],
-        cwd=cwd,
-        # The folder of this module has backends that only tests use.
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTHONSAFEPATH": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    own = devices.take()
+    try:
+        return subprocess.run(
+            [sys.executable, "-W", "error", "-c", program, *arguments],
+            cwd=cwd,
+            # The folder of this module has backends that only tests use.
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTHONSAFEPATH": "1", **own},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        devices.give_back(own)
