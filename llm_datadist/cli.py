@@ -81,6 +81,7 @@ def _validate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     devices = arguments.devices.split(",")
     if not all(device.isascii() and device.isdigit() for device in devices):
         parser.error(f"--devices is {arguments.devices!r}; allowed are numbers with commas between them")
+    _check_backend(parser, arguments)
     if arguments.serve:
         serve(_address(parser, "--serve", arguments.serve), arguments.backend, devices)
     peer = _address(parser, "--peer", arguments.peer) if arguments.peer else None
@@ -104,11 +105,27 @@ def _validate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     return 0 if passed else 1
 
 
+def _check_backend(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    from llm_datadist.backend import BackendError, make_backend
+
+    if arguments.backend == "auto":
+        parser.error("--backend is 'auto'; allowed are names of backends: what is validated must be known")
+    try:
+        declared = make_backend(arguments.backend).capabilities
+    except BackendError as error:
+        parser.error(error.text)
+    if (arguments.peer or arguments.serve) and not declared.network:
+        parser.error(f"--backend is {arguments.backend!r}, which links processes of one host: no --peer, no --serve")
+
+
 def _address(parser: argparse.ArgumentParser, name: str, text: str) -> Address:
     from llm_datadist._addresses import parse_address
     from llm_datadist.status import LLMException
 
     try:
-        return parse_address(name, text)
+        address = parse_address(name, text)
     except LLMException as error:
         parser.error(str(error))
+    if address.port == 65535:
+        parser.error(f"{name} is {text!r}; the port above is needed too, so the highest allowed is 65534")
+    return address

@@ -10,12 +10,13 @@ import time
 from collections.abc import Iterator, Mapping
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
+from typing import Final
 
 from llm_datadist.validate.results import Check, Outcome, explained
 
 __all__ = ["Child", "checks_of"]
 
-_STOP_S = 10
+_STOP_S: Final = 10.0
 
 
 class Child:
@@ -48,11 +49,8 @@ class Child:
         """Wait for the end of the process as long as that, and then end it."""
         self.process.join(seconds)
         if self.process.is_alive():
-            self.process.terminate()
-            self.process.join(_STOP_S)
-        if self.process.is_alive():
             self.process.kill()
-            self.process.join(_STOP_S)
+            self.process.join()
 
 
 def _enter(target: str, environment: dict[str, str], arguments: tuple[object, ...]) -> None:
@@ -75,33 +73,29 @@ def checks_of(
     keep : Connection, optional
         One of the arguments, which is only the process's from then on.
     """
-    theirs, ours = multiprocessing.Pipe()
+    ours, theirs = multiprocessing.Pipe(duplex=False)
     child = Child("llm_datadist.validate.processes:send_checks", environment, theirs, target, arguments)
     theirs.close()
     if keep is not None:
         keep.close()
     end = time.monotonic() + limit_s
+    patience_s = 0.0  # whoever stops to listen, by Ctrl-C for example, does not wait for the process
     try:
-        while True:
-            ready = wait([ours, child.process.sentinel], max(0.0, end - time.monotonic()))
-            if not ready:
-                text = f"did not end within {limit_s:.0f} s"
-                yield Check("process", Outcome.FAILED, text, "look at what its last lines say, and at the driver's log")
-                return
-            try:
-                check = ours.recv() if ours in ready or ours.poll() else None
-            except (EOFError, ConnectionResetError):
-                check = None
+        while wait([ours], max(0.0, end - time.monotonic())):
+            check = ours.recv()
             if check is None:
-                child.process.join(_STOP_S)
-                if child.process.exitcode:
-                    text = f"ended too early, with exit code {child.process.exitcode}"
-                    yield Check("process", Outcome.FAILED, text, "a negative code is a signal: see the driver's log")
+                patience_s = _STOP_S
                 return
             yield check
+        text = f"did not end within {limit_s:.0f} s"
+        yield Check("process", Outcome.FAILED, text, "look at its last lines, and at the driver's log")
+    except EOFError:
+        child.process.join(_STOP_S)
+        text = f"ended too early, with exit code {child.process.exitcode}"
+        yield Check("process", Outcome.FAILED, text, "look at the driver's log; a negative code is a signal")
     finally:
         ours.close()
-        child.join(_STOP_S)
+        child.join(patience_s)
 
 
 def send_checks(connection: Connection, target: str, arguments: tuple[object, ...]) -> None:

@@ -259,14 +259,14 @@ def _measure_direction(
     figures: dict[str, float] = {}
     for layout in LAYOUTS:
         sources, destinations = order(layout, blocks)
-        seconds = _times(lambda s=sources, d=destinations: act(s, d), extent.rounds)
+        seconds = _times(partial(act, sources, destinations), extent.rounds)
         clear()
         act(sources, destinations)
         if bad := wrong(seed=seed, layout=layout):
             text = f"{bad} of {extent.cache_bytes} bytes are wrong after a {layout} transfer that raised nothing"
             return Check(name, Outcome.FAILED, text, "do not use this machine with these versions; report it")
         figures[f"{layout}_gb_per_s"] = extent.cache_bytes / statistics.median(seconds) / 1e9
-    single = statistics.median(_times(lambda: act([0], [blocks - 1]), extent.single_rounds))
+    single = statistics.median(_times(partial(act, [0], [blocks - 1]), extent.single_rounds))
     figures["block_us"] = single * 1e6
     text = (
         f"{figures['contiguous_gb_per_s']:8.3f} GB/s contiguous {figures['scattered_gb_per_s']:8.3f} GB/s scattered "
