@@ -88,10 +88,10 @@ class Engine:
                 config.remote_accessible,
                 len(config.devices),
             )
-            answerer = Answerer(directory_window, board_window, incarnation)
             carrier: Carrier = Local(config.namespace)
             if backend.capabilities.network:
                 carrier = Network(self._service, config.secret, config.allow_insecure)
+            answerer = Answerer(directory_window, board_window, incarnation)
             self.links = Links(backend, self._directory, board, terms, carrier, self._service, answerer)
             self.caches.proved_gone = self.links.proved_gone
             self.staging = Staging(backend, staged, self.caches, self.links)

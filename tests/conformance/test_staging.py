@@ -444,7 +444,7 @@ def test_owner_does_not_answer(peer: Peer, write: bool) -> None:
                 begin = time.monotonic()
                 with refuses(Code.LLM_TIMEOUT, "300 ms"):
                     (push if write else pull)()
-                assert 0.29 <= time.monotonic() - begin < 2
+                assert 0.29 <= time.monotonic() - begin < 5
                 with refuses(Code.LLM_NOT_YET_LINK, "timed out"):
                     pull()
             finally:

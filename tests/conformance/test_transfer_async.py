@@ -198,7 +198,7 @@ def test_e325_a_layer_that_is_not_ready(scene: Scene) -> None:
     scene.check({t: [(0, scene.data(t)[:32])] for t in range(2)})
 
 
-def test_e326_a_synchronizer_that_raises(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_e326_a_synchronizer_that_raises(scene: Scene) -> None:
     """E-326, B27: FAILED for all that want the layer, and the text is kept."""
 
     def say(layer: int) -> bool:
