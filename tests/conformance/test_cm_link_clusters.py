@@ -466,6 +466,7 @@ def test_ids_start_again(server: Member, client: Member) -> None:
         client.start()
 
 
+@pytest.mark.needs("any_memory")
 def test_s111_default_of_registrations(server: Member) -> None:
     """S-111: DEVICE memory registered before a link is remote accessible by default; afterwards, and on HOST, not."""
     import numpy as np

@@ -187,7 +187,7 @@ def test_a_description_changed_later_changes_no_cache(linked: tuple[Prompt, Deco
     data = prompt.expected(bytes_desc(1, 8, 64), 0)
     given = [CacheDesc(1, [4, 64], DataType.DT_UINT8, placement=p) for p in (Placement.DEVICE, Placement.HOST)]
     cache = decoder.manager.allocate_blocks_cache(given[0])
-    host_address = users.take(8 * 64)
+    host_address = users.take(8 * 64, Placement.HOST)
     host = KvCache.create_cpu_cache(given[1], [host_address])
     for length in (1, 8):
         for each in {id(d): d for d in (*given, cache.cache_desc, host.cache_desc)}.values():
@@ -216,7 +216,7 @@ def test_swap_against_the_next_owner(decoder: Decoder, monkeypatch: pytest.Monke
     """S-21, E-295: released under a swap, a cache is refused, or its memory waits; what comes next is never written."""
     of = bytes_desc(1, 4, 4096)
     host = KvCache.create_cpu_cache(
-        CacheDesc(1, [4, 4096], DataType.DT_UINT8, placement=Placement.HOST), [users.take(of.size)]
+        CacheDesc(1, [4, 4096], DataType.DT_UINT8, placement=Placement.HOST), [users.take(of.size, Placement.HOST)]
     )
     engine = decoder.dd._engine
     assert engine is not None
@@ -301,6 +301,7 @@ class Ready(LayerSynchronizer):
         return True
 
 
+@pytest.mark.needs("any_memory")
 def test_a_wild_address_does_not_stop_transfers_to_others(cm: tuple[End, End]) -> None:
     """S-93: a peer registered what no address of a process can be; its other caches are found by address."""
     there, here = cm

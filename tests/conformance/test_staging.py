@@ -350,6 +350,7 @@ def test_push_to_oneself(remote: Pair) -> None:
 # ---------------------------------------------------------------------- failures
 
 
+@pytest.mark.needs("any_memory")
 def test_no_memory_at_the_address(pair: Pair) -> None:
     """An error that names the address, no signal in either process; the link goes on."""
     pair.peer.make("members:register_nowhere", members.DESC, BlocksCacheKey(1, 7))
