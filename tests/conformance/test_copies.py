@@ -92,7 +92,7 @@ def test_s72_onto_itself(end: End) -> None:
 
 
 @pytest.mark.parametrize("shift", [-3, 5])
-@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("pooled", [pytest.param(False, marks=pytest.mark.needs("any_memory")), True])
 def test_s72_overlapping_registrations(cm_end: End, shift: int, pooled: bool) -> None:
     """S-72: two caches that share memory are copied as if through a buffer, whoever the memory is from."""
     end = cm_end

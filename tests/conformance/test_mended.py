@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import traces
 import users
 from ends import End, desc
 from expect import failure
-from pairs import Decoder, Prompt, bytes_desc
+from pairs import Decoder, Prompt, bytes_desc, rank_table
 from peer import Peer
 from refusals import PARAM_INVALID, refuses
 from stall import Running, Stalled, set_faults
@@ -273,10 +272,7 @@ def test_the_longest_time_to_meet(peer: Peer) -> None:
     """S-150, S-152: 136 years are longer than any wait of the system; members wait, meet and unlink all the same."""
     there, here = End(peer, 1, link_total_time=2**32 - 1), End(None, 2, link_total_time=2**32 - 1)
     try:
-        devices = [{"device_id": "0", "device_ip": f"192.168.10.{i}", "rank_id": str(i)} for i in range(2)]
-        servers = [{"device": devices, "server_id": "1"}]
-        table = {"server_count": "1", "server_list": servers, "status": "completed", "version": "1.0"}
-        members = ({1: 0, 2: 1}, json.dumps(table))
+        members = ({1: 0, 2: 1}, rank_table(2))
         comm = here.dd.link("both come", *members)
         time.sleep(0.2)
         assert here.dd.query_register_mem_status(comm) is RegisterMemStatus.PREPARING
