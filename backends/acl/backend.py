@@ -54,6 +54,7 @@ class AclBackend(Backend):
         sparse=False,
         host_access=False,
         late_regions=False,
+        any_memory=False,
         network=True,
         self_link=False,
     )
@@ -73,11 +74,11 @@ class AclBackend(Backend):
             _number(options, "llm.RdmaTrafficClass", 252, 4), _number(options, "llm.RdmaServiceLevel", 7, 1)
         )
         given = parse_local_comm_res(options.get(OPTION, ""))
-        self._library = open_library(os.environ)
+        library = open_library(os.environ)
         with ExitStack() as undo:
-            self._devices = claim(self._library, devices, undo)
+            self._devices = claim(library, devices, undo)
             self._positions = {device.id: position for position, device in enumerate(self._devices)}
-            self._sides = find_sides(self._library, self._devices, given, os.environ)
+            self._sides = find_sides(library, self._devices, given, os.environ)
             by_id = {device.id: device for device in self._devices}
             self._host = HostMemory()
             self._memory = Memory(by_id, self._host, hccs=os.environ.get(INTRA_ROCE_VARIABLE) != "1")
@@ -179,6 +180,8 @@ class AclBackend(Backend):
             raise BackendError(
                 Failure.INVALID, f"the peer has {len(described.sides)} devices and this side {len(self._sides)}"
             )
+        if pair.control.fileno() < 0:
+            raise BackendError(Failure.PEER_GONE, "the connection to the peer is closed")
         liveness = Liveness(pair.control.fileno(), pair.pidfd)
         communicators = [
             Communicator(device, self._memory, mine, theirs, comm_name(f"{pair.name}:{position}"))

@@ -70,11 +70,13 @@ class Communicator:
         self._table, self._rank = rank_table(mine, theirs)
         self._rdma = uses_rdma(mine, theirs)
         self.handle: int | None = None
+        #: The peer can't reach memory of this side any more, for good.
+        self.ended = False
         self._stream: Stream | None = None
         #: Held while it is made, and while it ends.
         self._stage = threading.Lock()
         self._bound: dict[int, Region] = {}
-        self._local: RegionTable | None = None
+        self._local = RegionTable()
         self._bounce: Region | None = None
         self._descriptors = (HcclOneSideOpDesc * DESCRIPTORS)()
         for descriptor in self._descriptors:
@@ -94,13 +96,14 @@ class Communicator:
             self.device.library.call("HcclCommBindMem", self.handle, handle)
         except NativeError as error:
             raise failure(error, f"{_describe(region)} could not be bound", step=Step.LINK) from error
-        self._bound[region.id], self._local = region, None
+        self._bound[region.id] = region
+        self._local = RegionTable(self._bound.values())
 
     def unbind(self, region: Region, handle: int) -> None:
         """Unbind a region if it is bound. The device is current."""
         if self._bound.pop(region.id, None) is None:
             return
-        self._local = None
+        self._local = RegionTable(self._bound.values())
         try:
             self.device.library.call("HcclCommUnbindMem", self.handle, handle)
         except NativeError as error:
@@ -108,10 +111,7 @@ class Communicator:
 
     def find(self, address: int, nbytes: int) -> Region | None:
         """Give the region of this side that a range is in and that transfers can use as it is."""
-        table = self._local
-        if table is None:
-            table = self._local = RegionTable(list(self._bound.values()))
-        return table.find(address, nbytes)
+        return self._local.find(address, nbytes)
 
     @property
     def bounce(self) -> int:
@@ -251,16 +251,12 @@ class Communicator:
                     raise NativeError("HcclCommDestroy", code, self.device.library.recent())
             if code:
                 time.sleep(_FIRST_PAUSE_S)
+        self.ended = True
 
     def _release_bounce(self) -> None:
         if self._bounce is not None and self.handle is None:
             self._memory.release(self._bounce)
             self._bounce = None
-
-    @property
-    def ended(self) -> bool:
-        """Whether the peer's access has ended."""
-        return self.handle is None
 
 
 def _left_s(deadline_ns: int) -> float:
@@ -269,7 +265,7 @@ def _left_s(deadline_ns: int) -> float:
 
 def _require(alive: Callable[[], bool]) -> None:
     if not alive():
-        raise BackendError(Failure.PEER_GONE, "the peer's process has ended, or it has given up")
+        raise BackendError(Failure.PEER_GONE, "the peer has ended or given up, or this side has closed the link")
 
 
 def _describe(region: Region) -> str:

@@ -184,12 +184,10 @@ class AclEndpoint(Endpoint):
         except BaseException as error:
             told = self._explain(error, write)
             self._broken = str(told) or type(told).__name__
-            for communicator in self.communicators:
-                try:
-                    communicator.abort()
-                except NativeError as second:
-                    text = f"{told}; and the stream could not be aborted, so bytes may still move: {second}"
-                    raise BackendError(Failure.FAILED, text, second.code, breaks_link=True) from error
+            running = [text for communicator in self.communicators if (text := _abort(communicator))]
+            if running:
+                text = f"{told}; and what is queued could not be stopped, so bytes may still move: {'; '.join(running)}"
+                raise BackendError(Failure.FAILED, text, breaks_link=True) from error
             if told is error:
                 raise
             raise told from error
@@ -218,6 +216,15 @@ class AclEndpoint(Endpoint):
 
     def revoked(self) -> bool:
         return all(communicator.ended for communicator in self.communicators)
+
+
+def _abort(communicator: Communicator) -> str:
+    """Drop what is queued; say why that failed."""
+    try:
+        communicator.abort()
+    except NativeError as error:
+        return str(error)
+    return ""
 
 
 Pairs = dict[Communicator, list[tuple[int, int]]]

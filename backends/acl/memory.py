@@ -305,7 +305,7 @@ class Memory:
         return self._devices[id]
 
     def _check_room(self, exported: bool) -> None:
-        if exported and len(self._entries) >= MAX_REGIONS:
+        if exported and sum(entry.exported for entry in self._entries.values()) >= MAX_REGIONS:
             raise BackendError(Failure.INVALID, f"{MAX_REGIONS} regions of memory are registered, more can't be")
 
     def _put(self, entry: Entry) -> None:

@@ -88,10 +88,10 @@ class Engine:
                 config.remote_accessible,
                 len(config.devices),
             )
-            answerer = Answerer(directory_window, board_window, incarnation)
             carrier: Carrier = Local(config.namespace)
             if backend.capabilities.network:
                 carrier = Network(self._service, config.secret, config.allow_insecure)
+            answerer = Answerer(directory_window, board_window, incarnation)
             self.links = Links(backend, self._directory, board, terms, carrier, self._service, answerer)
             self.caches.proved_gone = self.links.proved_gone
             self.staging = Staging(backend, staged, self.caches, self.links)
@@ -116,8 +116,10 @@ class Engine:
             return self._reserve_paged_pools()
         pools = []
         for device in self.config.devices:
-            # Where memory is taken from the start, no more is taken than may be used.
-            nbytes = None if self.backend.capabilities.sparse else self.config.memory_limit
+            nbytes = self.config.memory_limit
+            if nbytes is not None:
+                # Where memory is taken from the start, no more is taken than may be used; yet a pool is never empty.
+                nbytes = None if self.backend.capabilities.sparse else max(nbytes, self.backend.capabilities.alignment)
             region = self.backend.reserve(device, nbytes, MemoryKind.DEVICE)
             limit = region.nbytes if self.config.memory_limit is None else self.config.memory_limit
             by = (

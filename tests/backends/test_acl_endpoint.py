@@ -29,9 +29,11 @@ from ascend import (
 
 from llm_datadist._kernels.runs import Bases, Plan, block_runs, indices, span_runs
 from llm_datadist.backend import BackendError, Endpoint, Export, Failure, Pair
+from llm_datadist.backends.acl import communicator as communicator_module
 from llm_datadist.backends.acl import endpoint as endpoint_module
 from llm_datadist.backends.acl import ranges
 from llm_datadist.backends.acl.backend import AclBackend
+from llm_datadist.backends.acl.structures import NOT_SET, HcclPrepareConfig, comm_config
 
 LinkAcl = Callable[..., Link]
 #: Chip, and whether the two devices are on servers of their own.
@@ -120,6 +122,35 @@ def test_memory_that_is_not_bound_here_works_too(two: Two, driver: Ascend, kind:
     two.left.store(address, fresh)
     write(two.endpoint, [address], place, span_runs(0, 0, nbytes))
     assert two.right.load(two.theirs[DEVICE].address, 4 * MIB) == fresh + two.data[DEVICE][nbytes:]
+
+
+def test_one_plan_may_have_bound_and_other_memory(two: Two) -> None:
+    block = 64 << 10
+    buffer = pageable(block)
+    here = [two.mine[DEVICE].address, ctypes.addressof(buffer), two.mine[HOST].address]
+    place = two.endpoint.locate(two.theirs[DEVICE].id, 0, 3 * block)
+    plan = Plan(Bases([place.base + at * block for at in range(3)], here), span_runs(0, 0, block))
+    two.endpoint.read(plan, None, deadline_in(SECONDS), place.route)
+    assert b"".join(two.left.load(address, block) for address in here) == two.data[DEVICE][: 3 * block]
+
+
+def test_memory_that_was_bound_and_then_let_go_is_not_used_directly(
+    driver: Ascend, make_acl: MakeBackend, link_acl: LinkAcl
+) -> None:
+    left, right = make_acl(0), make_acl(1)
+    pointer, address = driver_memory(driver, left)
+    [region] = left.register(0, [address], MIB, DEVICE)
+    theirs = right.reserve(1, MIB, DEVICE)
+    data = fill(right, theirs, 2)
+    endpoint = link_acl(left, right).left
+    left.unregister([(region, address)], MIB)
+    [late] = left.register(0, [address], MIB, DEVICE)
+    read(endpoint, endpoint.locate(theirs.id, 0, MIB), [address], span_runs(0, 0, MIB))
+    assert left.load(address, MIB) == data
+    left.unregister([(late, address)], MIB)
+    driver.call("aclrtSetDevice", 0)
+    driver.free(pointer)
+    driver.call("aclrtResetDevice", 0)
 
 
 def test_host_memory_of_the_peer_is_reached_over_roce_only(two: Two, wire: str) -> None:
@@ -294,6 +325,19 @@ def test_an_abort_that_fails_is_told(hccs: Two, driver: Ascend) -> None:
     assert "507899" in error.text
 
 
+def test_all_devices_of_a_broken_link_are_stopped(driver: Ascend, make_acl: MakeBackend, link_acl: LinkAcl) -> None:
+    left, right = make_acl(0, 3), make_acl(1, 2)
+    here = [left.reserve(device, MIB, DEVICE) for device in (0, 3)]
+    there = [right.reserve(device, MIB, DEVICE) for device in (1, 2)]
+    endpoint = link_acl(left, right).left
+    places = [endpoint.locate(region.id, 0, MIB) for region in there]
+    plan = Plan(Bases([p.base for p in places], [r.address for r in here]), span_runs(0, 0, MIB))
+    driver.inject("HcclBatchGet:1:hang;HcclBatchGet:2:hang;aclrtStreamAbort:1:507899")
+    error = refused(Failure.FAILED, endpoint.read, plan, None, deadline_in(0.2), 0)
+    assert error.text.count("aclrtStreamAbort failed") == 1
+    driver.reset()
+
+
 def test_threads_take_turns_on_a_link(hccs: Two) -> None:
     place = hccs.endpoint.locate(hccs.theirs[DEVICE].id, 0, MIB)
     errors: list[BaseException] = []
@@ -441,6 +485,13 @@ def test_a_control_connection_that_hangs_up_ends_the_link(hccs: Two) -> None:
     assert not hccs.endpoint.alive()
 
 
+def test_no_link_is_made_over_a_closed_connection(make_acl: MakeBackend) -> None:
+    control, other = socket.socketpair()
+    control.close()
+    other.close()
+    refused(Failure.PEER_GONE, lonely, make_acl(0), make_acl(1).export(), control, 5.0)
+
+
 def test_more_devices_on_one_side_are_refused(make_acl: MakeBackend) -> None:
     link = Link(make_acl(0, 1), make_acl(2))
     link.close()
@@ -525,3 +576,69 @@ def test_remap_needs_a_link(make_acl: MakeBackend) -> None:
     backend = make_acl()
     region = backend.reserve(0, MIB, DEVICE)
     refused(Failure.PEER_GONE, backend.remap, [(region.address, MIB)])
+
+
+def test_offsets_above_four_gib_are_whole(
+    driver: Ascend, monkeypatch: pytest.MonkeyPatch, make_acl: MakeBackend, link_acl: LinkAcl
+) -> None:
+    monkeypatch.setenv("FAKE_ASCEND_MEMORY", str(16 << 30))
+    driver.reload()
+    left, right = make_acl(0), make_acl(1)
+    here, there = left.reserve(0, 6 << 30, DEVICE), right.reserve(1, 6 << 30, DEVICE)
+    endpoint = link_acl(left, right).left
+    block = 64 << 10
+    blocks = [0, 32767, 32768, 65535, 65536, 98303]
+    for block_index in blocks:
+        right.store(there.address + block_index * block, bytes([block_index % 251]) * block)
+    place = endpoint.locate(there.id, 0, there.nbytes)
+    runs = block_runs(indices(blocks, "s"), indices(blocks[::-1], "d"), 98304, 98304, block)
+    read(endpoint, place, [here.address], runs)
+    for source, destination in zip(blocks, blocks[::-1], strict=True):
+        assert left.load(here.address + destination * block, block) == bytes([source % 251]) * block
+
+
+def test_a_region_that_the_driver_finds_too_large_is_refused_with_its_size(
+    driver: Ascend, make_acl: MakeBackend
+) -> None:
+    driver.inject("HcclRegisterGlobalMem:1:3")
+    error = refused(Failure.FAILED, make_acl().reserve, 0, 1 << 30, DEVICE)
+    assert str(1 << 30) in error.text
+    assert "MEMORY (3)" in error.text
+
+
+def test_packets_are_marked_as_the_user_says(
+    monkeypatch: pytest.MonkeyPatch, make_acl: MakeBackend, link_acl: LinkAcl
+) -> None:
+    marks = []
+
+    def config(name: bytes, traffic_class: int, service_level: int) -> object:
+        marks.append((traffic_class, service_level))
+        return comm_config(name, traffic_class, service_level)
+
+    monkeypatch.setattr(communicator_module, "comm_config", config)
+    marked = make_acl(0, **{"llm.RdmaTrafficClass": "132", "llm.RdmaServiceLevel": "4"})
+    link_acl(marked, make_acl(1))
+    assert sorted(marks) == [(132, 4), (NOT_SET, NOT_SET)]
+
+
+def test_a_backend_can_be_closed_while_a_link_is_made(
+    driver: Ascend, monkeypatch: pytest.MonkeyPatch, make_acl: MakeBackend
+) -> None:
+    monkeypatch.setenv("FAKE_ASCEND_SECOND", "20")
+    driver.reload()
+    left, right = make_acl(0), make_acl(1)
+    preparing = threading.Event()
+    monkeypatch.setattr(communicator_module, "HcclPrepareConfig", lambda: (preparing.set(), HcclPrepareConfig())[1])
+    errors: list[BackendError] = []
+    control, other = socket.socketpair()
+
+    def connect() -> None:
+        errors.append(refused(Failure.PEER_GONE, lonely, left, right.export(), control, float(SECONDS)))
+
+    with control, other:
+        thread = threading.Thread(target=connect)
+        thread.start()
+        assert preparing.wait(SECONDS)
+        left.close()
+        thread.join(SECONDS)
+    assert "closed the link" in errors[0].text

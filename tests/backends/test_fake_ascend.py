@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -21,7 +22,17 @@ def load(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
-build = load("build")
+def load_build() -> ModuleType:
+    """Import the build, under another name: there is a package of that name that may be installed."""
+    spec = importlib.util.spec_from_file_location("fake_ascend_build", FAKE / "build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+build = load_build()
 driver = load("driver")
 scenes = load("scenes")
 for each in scenes.MODULES:

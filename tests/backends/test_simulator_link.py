@@ -172,7 +172,7 @@ def test_stalled_read_notices_kill_9(endpoint: SimulatorEndpoint, owner: Any) ->
     begin = time.monotonic()
     owner.process.send_signal(signal.SIGKILL)
     assert read.join() is Failure.PEER_GONE
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 5
 
 
 def test_stalled_read_keeps_its_deadline(endpoint: SimulatorEndpoint) -> None:

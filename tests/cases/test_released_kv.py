@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-import pytest
 from expect import failure
+from logged import logged
 from pairs import Decoder, Prompt, bytes_desc, options
 from peer import Peer
 
@@ -82,17 +82,16 @@ def test_b02_memory_returns_with_the_last_reference(peer: Peer, decoder: Decoder
     assert peer.make("inside:used") == [0]
 
 
-def test_b02_finalize_names_what_nobody_pulled(caplog: pytest.LogCaptureFixture) -> None:
+def test_b02_finalize_names_what_nobody_pulled() -> None:
     """B02: count, age, and the first 20 keys are in the log."""
-    caplog.set_level(logging.INFO, logger="LLM_DATADIST")
     prompt = LLMDataDist(LLMRole.PROMPT, 1)
     prompt.init(options("10.0.0.1:26000"))
     desc = bytes_desc(1, 30, 64)
     keys = [CacheKey(1, request) for request in range(30)]
     prompt.kv_cache_manager.deallocate_cache(prompt.kv_cache_manager.allocate_cache(desc, keys))
-    caplog.clear()
-    prompt.finalize()
-    text = next(record.getMessage() for record in caplog.records if "30 keys" in record.getMessage())
+    with logged(logging.INFO) as texts:
+        prompt.finalize()
+    text = next(text for text in texts if "30 keys" in text)
     assert "req_id=0," in text
     assert "req_id=19," in text
     assert "req_id=20," not in text

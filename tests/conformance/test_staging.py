@@ -350,6 +350,7 @@ def test_push_to_oneself(remote: Pair) -> None:
 # ---------------------------------------------------------------------- failures
 
 
+@pytest.mark.needs("any_memory")
 def test_no_memory_at_the_address(pair: Pair) -> None:
     """An error that names the address, no signal in either process; the link goes on."""
     pair.peer.make("members:register_nowhere", members.DESC, BlocksCacheKey(1, 7))
@@ -444,7 +445,7 @@ def test_owner_does_not_answer(peer: Peer, write: bool) -> None:
                 begin = time.monotonic()
                 with refuses(Code.LLM_TIMEOUT, "300 ms"):
                     (push if write else pull)()
-                assert 0.29 <= time.monotonic() - begin < 2
+                assert 0.29 <= time.monotonic() - begin < 5
                 with refuses(Code.LLM_NOT_YET_LINK, "timed out"):
                     pull()
             finally:

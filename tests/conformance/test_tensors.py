@@ -21,9 +21,9 @@ def test_arrays_show_what_was_pulled(linked: tuple[Prompt, Decoder], data_type: 
     prompt, decoder = linked
     desc = CacheDesc(2, [2, 3, 4], data_type)
     prompt.allocate(desc, [CacheKey(1, 0), KEY], fill=data_type is not DataType.DT_BOOL)
-    cache = decoder.manager.allocate_cache(desc)
+    cache = decoder.allocate(desc)
     (tensor,) = decoder.manager.get_cache_tensors(cache, 1)
-    assert not tensor.numpy().any()
+    assert tensor.numpy().tobytes() == b"\xa5" * desc.size
     decoder.manager.pull_cache(KEY, cache, 1)
     for copy in (False, True):
         array = tensor.numpy(copy)
@@ -59,6 +59,7 @@ def test_bfloat16(linked: tuple[Prompt, Decoder]) -> None:
     """S-85, S-88: the cache's 16-bit patterns come as float32 values, converted at each call."""
     _, decoder = linked
     cache = decoder.manager.allocate_cache(CacheDesc(1, [2, 3], DataType.DT_BF16))
+    memory.write(cache.per_device_tensor_addrs[0][0], bytes(12))
     (tensor,) = decoder.manager.get_cache_tensors(cache)
     before = tensor.numpy()
     patterns = np.array([0x3F80, 0x4000, 0xBF80, 0x0000, 0x7F80, 0x3FF0], np.uint16)
@@ -85,6 +86,7 @@ def test_tensors_of_their_own(decoder: Decoder) -> None:
     array[0, 0] = 99
     assert tensor.numpy().tolist() == [[0, 1, 2], [3, 4, 5]]
     cache = decoder.manager.allocate_cache(CacheDesc(1, [4], DataType.DT_UINT8))
+    memory.write(cache.per_device_tensor_addrs[0][0], bytes(4))
     (shown,) = decoder.manager.get_cache_tensors(cache)
     clone = Tensor(shown)
     memory.write(cache.per_device_tensor_addrs[0][0], b"\1\2\3\4")

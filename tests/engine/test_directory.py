@@ -256,7 +256,7 @@ def test_reader_never_sees_a_mixed_record(shared: SharedWindow) -> None:
         entries = records = absent = 0
         begin, end = time.monotonic(), time.monotonic() + 30
         while time.monotonic() < end and (
-            min(entries, records, absent) < 2000 or shared.word(W_EPOCH).value < 40 or time.monotonic() - begin < 1
+            min(entries, records, absent) < 2000 or shared.word(W_EPOCH).value < 40 or time.monotonic() - begin < 5
         ):
             for ident in range(directory_writer.CHANGING):
                 entry = reader.find(Key(REQUEST, ident, 1), soon())

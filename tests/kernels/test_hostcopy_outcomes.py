@@ -178,7 +178,7 @@ def test_a_deadline_in_the_past(scene: Scene, seconds: float, deadline_ns: int) 
 def test_a_deadline_on_the_way(scene: Scene, threads: int) -> None:
     begin = time.monotonic()
     assert copy(scene.plan(5), scene.guard, scene.liveness, in_ns(0.12), threads) == TIMED_OUT
-    assert 0.1 < time.monotonic() - begin < 1
+    assert 0.1 < time.monotonic() - begin < 5
     assert not scene.untouched
 
 
@@ -275,7 +275,7 @@ def test_a_key_press_stops_a_long_copy(threads: int) -> None:
             begin = time.monotonic()
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=30)
-            assert time.monotonic() - begin < 3
+            assert time.monotonic() - begin < 5
             assert (out, process.returncode) == ("interrupted\n", 0), err
         finally:
             process.kill()

@@ -252,7 +252,7 @@ def test_stale_and_gone_before_a_byte_is_written(scene: Scene) -> None:
 def test_deadline(scene: Scene, threads: int) -> None:
     begin = time.monotonic()
     assert scene.run(scene.long, in_ns(0.15), threads) == TIMED_OUT
-    assert 0.1 < time.monotonic() - begin < 2
+    assert 0.1 < time.monotonic() - begin < 5
     scene.destination[:] = 0
     assert scene.run(scene.long, 1, threads) == TIMED_OUT
     assert not scene.destination.any()
@@ -295,7 +295,7 @@ def test_signals_are_seen(scene: Scene, threads: int) -> None:
     try:
         with pytest.raises(Alarm):
             scene.run(scene.long, threads=threads)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 5
     finally:
         signal.signal(signal.SIGALRM, former)
 

@@ -92,7 +92,7 @@ def test_regular_indices_do_not_slow_the_table_down(stride: int) -> None:
     destination[0], destination[1] = destination[1], destination[0]  # else there is nothing to look for
     begin = time.monotonic()
     runs = paired(range(count), destination, count, 2**62, 1)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 5
     assert runs.nbytes == count
 
 

@@ -178,7 +178,7 @@ def test_peer_is_killed(start_quick: Start, moment: str, remote: bool) -> None:
             assert outcome[0].status_code is NOT_LINKED
         with failure(NOT_LINKED, "gone"):
             client.pull(doomed)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 5
         assert client.dd.link_clusters([doomed.info()], 5000)[0] is LLMStatusCode.LLM_LINK_FAILED
         client.pull(other)
         for force in (False, True):
@@ -251,7 +251,7 @@ def test_pull_that_takes_too_long(start_quick: Start, remote: bool) -> None:
         begin = time.monotonic()
         with failure(LLMStatusCode.LLM_TIMEOUT, "200 ms"):
             client.manager.pull_blocks(BlocksCacheKey(1), client.room, range(4), range(4))
-        assert 0.2 <= time.monotonic() - begin < 1.2
+        assert 0.2 <= time.monotonic() - begin < 5
         addresses = client.room.tensor_addrs
         for address in addresses:
             client.run("memory:write", address, b"\x5a" * client.desc.size)
@@ -304,7 +304,7 @@ def test_peer_that_stands_still(start_quick: Start, client: Member) -> None:
         client.pull(server)
         begin = time.monotonic()
         client.finalize()
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 5
     finally:
         server.peer.signal(signal.SIGCONT)
     client.start()

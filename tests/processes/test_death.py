@@ -50,7 +50,7 @@ def check_survivor(decoder: Decoder, dead: Prompt, other: Prompt) -> None:
         overall, each = decoder.dd.unlink_clusters([dead.info()], 5000, force)
         assert overall == LLMStatusCode.LLM_SUCCESS
         assert each[0] in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_NOT_YET_LINK)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 5
     decoder.manager.pull_cache(CacheKey(other.cluster_id, 21), cache, 0, dst_cache_offset=0)
 
 
@@ -83,7 +83,7 @@ def test_prompt_is_killed_before_a_pull(start_quick: Start, other: Prompt, child
                 decoder.manager.pull_cache(CacheKey(1, 10), cache)
             with failure(NOT_LINKED, "gone"):
                 decoder.dd.check_link_status(1)
-        assert time.monotonic() - begin < 1
+        assert time.monotonic() - begin < 5
         decoder.untouched(cache)
         assert decoder.dd.link_clusters([prompt.info()], 5000)[1] == [LLMStatusCode.LLM_LINK_FAILED]
         check_survivor(decoder, prompt, other)
@@ -111,7 +111,7 @@ def test_prompt_is_killed_during_a_pull(start_quick: Start, other: Prompt, child
         begin = time.monotonic()
         doomed.kill()
         thread.join(10)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 5
         assert isinstance(outcome[0], LLMException)
         assert outcome[0].status_code == NOT_LINKED
         assert "gone" in str(outcome[0])
@@ -164,7 +164,7 @@ def test_prompt_is_killed_while_it_does_not_answer(start_quick: Start) -> None:
         begin = time.monotonic()
         doomed.kill()
         thread.join(10)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 5
         assert outcome == [(LLMStatusCode.LLM_LINK_FAILED, [LLMStatusCode.LLM_LINK_FAILED])]
     finally:
         decoder.dd.finalize()
@@ -183,7 +183,7 @@ def test_link_to_a_stopped_prompt_ends_by_its_limit(start_quick: Start) -> None:
             LLMStatusCode.LLM_LINK_FAILED,
             [LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT],
         )
-        assert 0.3 <= time.monotonic() - begin < 2
+        assert 0.3 <= time.monotonic() - begin < 5
         stopped.signal(signal.SIGCONT)
         decoder.link(prompt)
         decoder.dd.unlink_clusters([prompt.info()])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import scripts
 import traces
+from addresses import bindable
 from pairs import Decoder, Prompt, bytes_desc
 from peer import Peer
 
@@ -73,13 +74,14 @@ def test_memory_goes_back_at_finalize(linked: tuple[Prompt, Decoder]) -> None:
 def test_exit_of_the_interpreter(tmp_path: Path, last: str) -> None:
     """S-174: a program may just end; it is quiet and quick, and its name is free."""
     program = (
+        "import sys\n"
         "from llm_datadist import *\n"
         "dd = LLMDataDist(LLMRole.PROMPT, 1)\n"
-        "c = LLMConfig(); c.device_id = 0; c.listen_ip_info = '10.0.0.1:26000'\n"
+        "c = LLMConfig(); c.device_id = 0; c.listen_ip_info = sys.argv[1]\n"
         "dd.init(c.generate_options())\n"
         "k = dd.kv_cache_manager.allocate_cache(CacheDesc(2, [1, 64], DataType.DT_UINT8), [CacheKey(1, 1)])\n"
         "t = dd.kv_cache_manager.get_cache_tensors(k, 0)\n" + last
     )
-    done = scripts.run(program, cwd=tmp_path)
+    done = scripts.run(program, bindable("10.0.0.1:26000"), cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert traces.names(os.environ["LLM_DATADIST_NAMESPACE"]) == []

@@ -101,7 +101,7 @@ def test_prompt_is_finalized_while_linked(linked: tuple[Prompt, Decoder]) -> Non
             decoder.manager.pull_cache(CacheKeyByIdAndIndex(1, 1, 0), cache)
         with failure(NOT_LINKED, "gone|finalized"):
             decoder.dd.check_link_status(1)
-    assert time.monotonic() - begin < 0.5
+    assert time.monotonic() - begin < 5
     decoder.untouched(cache)
     with failure(LLMStatusCode.LLM_ENGINE_FINALIZED):
         prompt.manager.deallocate_cache(source)

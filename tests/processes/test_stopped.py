@@ -40,7 +40,7 @@ def test_pulls_from_a_stopped_prompt_go_on(start_quick: Callable[[], Peer]) -> N
             begin = time.monotonic()
             with failure(LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT):
                 decoder.dd.check_link_status(1)
-            assert 0.3 <= time.monotonic() - begin < 1.3
+            assert 0.3 <= time.monotonic() - begin < 5
         decoder.manager.pull_cache(CacheKey(1, 11), cache, 0)
         stopped.signal(signal.SIGCONT)
         traces.wait_until(lambda: checks_well(decoder), "a sign of life")
@@ -69,7 +69,7 @@ def test_unlink_from_a_stopped_prompt(start_quick: Callable[[], Peer]) -> None:
             LLMStatusCode.LLM_UNLINK_FAILED,
             [LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED],
         )
-        assert 0.3 <= time.monotonic() - begin < 1.3
+        assert 0.3 <= time.monotonic() - begin < 5
         with failure(LLMStatusCode.LLM_NOT_YET_LINK):
             decoder.manager.pull_cache(CacheKey(1, 10), decoder.allocate(DESC), 0)
         stopped.signal(signal.SIGCONT)
@@ -92,7 +92,7 @@ def test_finalize_beside_a_stopped_prompt(start_quick: Callable[[], Peer]) -> No
     stopped.stop()
     begin = time.monotonic()
     decoder.dd.finalize()
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 5
 
 
 def test_a_pull_that_takes_too_long(start_quick: Callable[[], Peer]) -> None:
@@ -109,7 +109,7 @@ def test_a_pull_that_takes_too_long(start_quick: Callable[[], Peer]) -> None:
         begin = time.monotonic()
         with failure(LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT, "200 ms"):
             decoder.manager.pull_blocks(BlocksCacheKey(1, 0), cache, range(64), range(64))
-        assert 0.2 <= time.monotonic() - begin < 1.2
+        assert 0.2 <= time.monotonic() - begin < 5
         decoder.prefill(cache)
         faults.resume.set()
         with failure(LLMStatusCode.LLM_NOT_YET_LINK, "timed out"):

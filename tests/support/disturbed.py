@@ -7,7 +7,7 @@ from typing import Any
 
 from llm_datadist._kernels import hostcopy
 from llm_datadist._kernels.runs import Plan
-from llm_datadist.backend import BackendError, Failure
+from llm_datadist.backend import BackendError, Failure, Place
 from llm_datadist.backends.simulator.faults import Faults
 
 #: How many arguments `Faults` gives to what copies a part only, and the last of them for "to the end".
@@ -24,6 +24,26 @@ def set_faults(engine: Any, faults: Faults | None) -> None:
         for link in engine.links._links.values():
             _disturbed(backend, link.endpoint)
     backend.faults = faults
+
+
+def forbid_registered(engine: Any) -> None:
+    """Let future links reach only what the peer had from its start. Its regions are numbered as this side's."""
+    connect, last = engine.backend.connect, engine.staging._region.id
+
+    def limited(*arguments: Any) -> Any:
+        endpoint = connect(*arguments)
+        locate = endpoint.locate
+
+        def locate_pools(region: int, offset: int, nbytes: int) -> Place:
+            if region > last:
+                raise BackendError(Failure.UNSUPPORTED, "Registered memory is out of reach, for a test.")
+            place: Place = locate(region, offset, nbytes)
+            return place
+
+        endpoint.locate = locate_pools
+        return endpoint
+
+    engine.backend.connect = limited
 
 
 def _disturbed(backend: Any, endpoint: Any) -> Any:

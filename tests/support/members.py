@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import disturbed
 import inside
 import memory
 import pairs
@@ -143,11 +144,14 @@ def user_memory(nbytes: int, count: int = 1) -> list[int]:
 def forbid_process(forbid: bool = True) -> None:
     """Let links of this process's engine from now on find that the kernel forbids to read their peers.
 
-    A backend that can't reach late memory in any case has nothing to forbid.
+    Where the backend has no such switch, its endpoints say of all regions but the pools that they can't be reached.
     """
     backend = _engine().backend
-    if backend.capabilities.late_regions:
+    if hasattr(backend, "forbid_process"):
         backend.forbid_process = forbid
+    else:
+        assert forbid
+        disturbed.forbid_registered(_engine())
 
 
 _crowd: list[Member] = []

@@ -7,6 +7,7 @@ through `memory`, never through the library.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,6 +47,15 @@ def cluster_info(cluster_id: int, addresses: Sequence[str], local: str = "192.16
         info.append_local_ip_info(local, 0)
         info.append_remote_ip_info(ip.strip("[]"), int(port))
     return info
+
+
+def rank_table(ranks: int) -> str:
+    """Describe one device on each of some hosts, where nobody may be."""
+    servers = []
+    for rank in range(ranks):
+        host, _, _ = bindable(f"192.168.10.{rank + 1}:1").rpartition(":")
+        servers.append({"server_id": host, "device": [{"device_id": "0", "device_ip": host, "rank_id": str(rank)}]})
+    return json.dumps({"version": "1.0", "status": "completed", "server_count": str(ranks), "server_list": servers})
 
 
 class Prompt:

@@ -237,6 +237,7 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
                 os.environ[args[0]] = args[1]
                 result = None
             elif what == "exit":
+                resolve("conftest_support:reset")()
                 return
             else:
                 raise ValueError(what)

@@ -287,6 +287,16 @@ def failed_task_shows_at_the_next_sync(d: Driver) -> None:
     equal([d.sync(stream), d.read(memory, 3)], [0, bytes([1] * 3)])
 
 
+@allowed()
+def stream_that_stops_at_a_failure(d: Driver) -> None:
+    d.fake_inject(b"aclrtMemsetAsync:1:task-507053")
+    memory, stream = on_device(d, b"old"), d.stream()
+    d.do("aclrtSetStreamFailureMode", stream, 1)
+    for _ in range(2):
+        d.do("aclrtMemsetAsync", memory, 3, 0, 3, stream)
+    equal((d.sync(stream), d.read(memory, 3)), (507053, b"old"))
+
+
 @allowed(**LAZY)
 def events_order_two_streams(d: Driver) -> None:
     first, second, event = d.stream(), d.stream(), d.out("aclrtCreateEvent")
@@ -470,8 +480,10 @@ def held_tasks_can_be_let_go(d: Driver) -> None:
     equal(d.read(device, 1), b"\x01")
 
 
-def batch(d: Driver, entries: list[tuple[int, int, int]], **changes: object) -> tuple[int, int]:
-    """Give code and failing index of a batch copy from host to device."""
+def batch(
+    d: Driver, entries: list[tuple[int, int, int]], stream: int | None = None, **changes: object
+) -> tuple[int, int]:
+    """Give code and failing index of a batch copy from host to device, asynchronous if there is a stream."""
     count = len(entries)
     attribute = MemcpyBatchAttr(MemLocation(0, 1), MemLocation(0, 0))
     fail = c_size_t(12345)
@@ -486,6 +498,8 @@ def batch(d: Driver, entries: list[tuple[int, int, int]], **changes: object) -> 
         "attribute_count": 1,
         "fail": byref(fail),
     } | changes
+    if stream:
+        return d.aclrtMemcpyBatchAsync(*arguments.values(), stream), fail.value
     return d.aclrtMemcpyBatch(*arguments.values()), fail.value
 
 
@@ -494,6 +508,25 @@ def batch_copy(d: Driver) -> None:
     device, host = on_device(d, bytes(400)), pinned(d, bytes(range(200)) * 2)
     equal(batch(d, [(device + 4 * i, host + 4 * i, 4) for i in range(100)]), (0, 2**64 - 1))
     equal(d.read(device, 400), bytes(range(200)) * 2)
+
+
+@allowed()
+def batch_copy_in_any_order(d: Driver) -> None:
+    device, host = on_device(d, b"."), pinned(d, b"12")
+    found = set()
+    for _ in range(64):
+        equal(batch(d, [(device, host, 1), (device, host + 1, 1)])[0], 0)
+        found.add(d.read(device, 1))
+    equal(found, {b"1", b"2"})
+
+
+@mistake("A25", **LAZY)
+def asynchronous_batch_copy(d: Driver) -> None:
+    stream, device, host = d.stream(), on_device(d, b"...."), pinned(d, b"1234")
+    equal(batch(d, [(device, host, 2), (device + 2, host + 2, 2)], stream), (0, 2**64 - 1))
+    equal(d.read(device, 4), b"....")
+    equal((d.sync(stream), d.read(device, 4)), (0, b"1234"))
+    equal(batch(d, [(device, host, 1), (device, addressof(create_string_buffer(1)), 1)], stream), (107000, 1))
 
 
 @mistake("A27")
@@ -548,6 +581,15 @@ def faults_by_number(d: Driver) -> None:
     equal([d.aclrtMalloc(byref(out), 64, 0), d.aclrtFree(out)], [1, 2])
     d.fake_reset()
     d.do("aclrtFree", out)
+
+
+@allowed(FAKE_ASCEND_DELAYS="aclrtGetVersion:30")
+def delays(d: Driver) -> None:
+    start, numbers = time.monotonic(), [c_int32() for _ in range(3)]
+    d.fake_delay(b"aclrtGetVersion:20")
+    d.do("aclrtGetVersion", *map(byref, numbers))
+    assert time.monotonic() - start >= 0.05
+    equal([number.value for number in numbers], [1, 16, 0])
 
 
 @allowed(FAKE_ASCEND_SOC="")

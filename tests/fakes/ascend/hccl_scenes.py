@@ -178,6 +178,22 @@ def data_read_before_sync_is_old(d: Driver) -> None:
     equal((left.sync(), d.read(left.memory, 8)), (0, b"B" * 8))
 
 
+@allowed()
+def three_ranks(d: Driver) -> None:
+    table = rank_table(("a", 0), ("a", 1), ("a", 2))
+    three = [Side(d, rank, table) for rank in range(3)]
+    equal(prepare(*three), [0] * 3)
+    for side in three:
+        side.current()
+        for other in three:
+            if other is not side:
+                ranges = [(side.memory + MIB, other.memory, 8)]
+                equal(d.transfer("HcclBatchGet", side.comm, other.rank, ranges, side.stream), 0)
+                equal((side.sync(), d.read(side.memory + MIB, 8)), (0, bytes([65 + other.rank]) * 8))
+    for side in three:
+        equal(side.destroy(), 0)
+
+
 @mistake("H1")
 def no_current_device(d: Driver) -> None:
     comm = d.comm(text(HCCS), 0)
@@ -494,7 +510,7 @@ def prepare_alone(d: Driver) -> None:
 def different_rank_tables(d: Driver) -> None:
     left = Side(d, 0, HCCS)
     right = Side(d, 1, HCCS | {"status": "other"})
-    equal(together((left.prepare, (2,)), (right.prepare, (2,))), [9, 9])
+    equal(together((left.prepare, (40,)), (right.prepare, (40,))), [9, 9])
     equal(len(d.violations()), 2)
 
 
@@ -757,6 +773,15 @@ def destroy_with_work_queued(d: Driver) -> None:
 def destroy_that_must_be_tried_again(d: Driver) -> None:
     left, _ = pair(d)
     equal([left.destroy(), left.destroy()], [20, 0])
+
+
+@mistake("A31")
+def reset_with_a_live_comm(d: Driver) -> None:
+    left, _ = sides(d)
+    left.current()
+    d.do("aclrtResetDevice", 0)
+    d.do("aclrtResetDevice", 0)
+    assert any("1 comms are live" in line for line in d.violations()), d.violations()
 
 
 @mistake("H35")

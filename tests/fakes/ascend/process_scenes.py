@@ -246,6 +246,7 @@ def stopped_peer(load: Load) -> None:
     equal(left.prepare(), 0)
     theirs = other.reached()
     os.kill(other.pid, signal.SIGSTOP)
+    os.waitpid(other.pid, os.WUNTRACED)
     try:
         equal((left.get((left.memory, theirs, 8)), left.sync(50)), (0, 507046))
         left.d.do("aclrtStreamAbort", left.stream)

@@ -187,7 +187,7 @@ static int converse(struct call *call, struct peer *peer, int listener, int64_t 
     struct sockaddr_un address;
     socklen_t size = place(peer, &address);
     do {
-        int fd, first;
+        int fd, first = -1;
         char *text = NULL;
         if (listener >= 0) {
             if (!ready(listener, POLLIN, deadline_us))
