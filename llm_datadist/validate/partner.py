@@ -77,12 +77,12 @@ def serve(connection: Connection, address: Address | None) -> None:
             **engine.calls,
             **memory.calls,
         }
-        while connection.poll(LIMIT_S):
-            try:
-                request = connection.recv_bytes(_MOST_BYTES)
-            except (EOFError, ConnectionError):
-                return
-            connection.send_bytes(json.dumps(_do(calls, request)).encode())
+        try:
+            while connection.poll(LIMIT_S):
+                answer = _do(calls, connection.recv_bytes(_MOST_BYTES))
+                connection.send_bytes(json.dumps(answer).encode())
+        except (EOFError, ConnectionError):  # the acting process has ended, as it always does
+            return
 
 
 def _do(calls: Mapping[str, Callable[..., object]], request: bytes) -> tuple[str, object]:
