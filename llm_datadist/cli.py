@@ -126,6 +126,8 @@ def _address(parser: argparse.ArgumentParser, name: str, text: str) -> Address:
         address = parse_address(name, text)
     except LLMException as error:
         parser.error(str(error))
+    if address.is_wildcard:
+        parser.error(f"{name} is {text!r}; allowed are addresses of one host: the other side links to it")
     if address.port == 65535:
         parser.error(f"{name} is {text!r}; the port above is needed too, so the highest allowed is 65534")
     return address

@@ -188,6 +188,7 @@ def test_a_driver_that_refuses_a_link_fails_the_steps(machine, tmp_path):
     ("environment", "told"),
     [
         ({"LLM_DATADIST_ACL_LIBRARY": "/nowhere/libacl_rt.so"}, "failed   libraries"),
+        ({"FAKE_ASCEND_FAULTS": "aclInit:1:507899"}, "failed   libraries: /"),
         ({"FAKE_ASCEND_SOC": "Ascend950PR"}, "failed   product: Ascend950PR is A5"),
         ({"FAKE_ASCEND_DEVICES": "1"}, "failed   devices 0,1: "),
         ({"FAKE_ASCEND_FAULTS": "aclrtSetDevice:1:507899"}, "failed   devices 0,1: device 0 could not be claimed"),
@@ -249,6 +250,7 @@ def test_an_absent_peer_is_a_failure(machine):
         (["--backend", "none"], "allowed are auto, acl"),
         (["--backend", "simulator", "--peer", "127.0.0.1:26000"], "links processes of one host"),
         (["--peer", "somewhere"], "allowed are ip:port"),
+        (["--serve", "0.0.0.0:26000"], "addresses of one host"),
         (["--serve", "127.0.0.1:65535"], "the highest allowed is 65534"),
         (["--serve", "127.0.0.1:26000", "--peer", "127.0.0.1:26000"], "not allowed with"),
     ],
