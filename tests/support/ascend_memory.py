@@ -6,6 +6,7 @@ Each step runs on a thread of its own, since the driver remembers a device for e
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -22,9 +23,18 @@ _taken: list[Callable[[], None]] = []
 
 
 def _call(name: str, *arguments: object, allowed: int = 0) -> None:
-    library = ctypes.CDLL(os.environ.get("LLM_DATADIST_ACL_LIBRARY", "libascendcl.so"))
-    code = getattr(library, name)(*arguments)
+    code = getattr(_library(), name)(*arguments)
     assert code in (0, allowed), f"{name} gave {code}"
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    if given := os.environ.get("LLM_DATADIST_ACL_LIBRARY"):
+        return ctypes.CDLL(given)
+    try:
+        return ctypes.CDLL("libacl_rt.so")
+    except OSError:
+        return ctypes.CDLL("libascendcl.so")
 
 
 def _apart(step: Callable[[], T]) -> T:

@@ -13,6 +13,7 @@ from pathlib import Path
 import ascend
 import devices
 
+LIBRARIES = ("LLM_DATADIST_ACL_LIBRARY", "LLM_DATADIST_HCCL_LIBRARY")
 REPORTS = "FAKE_ASCEND_REPORT"
 
 
@@ -21,20 +22,25 @@ def start(worker: str) -> list[Path]:
     if devices.VARIABLE in os.environ and REPORTS not in os.environ:
         return []
     made = []
-    if "LLM_DATADIST_ACL_LIBRARY" not in os.environ:
+    if LIBRARIES[0] not in os.environ:
         made.append(Path(tempfile.mkdtemp(prefix="fake-ascend-")))
-        acl, hccl = ascend.build(made[0], sanitize=os.environ.get("FAKE_ASCEND_SANITIZE") == "1")
-        os.environ |= {"LLM_DATADIST_ACL_LIBRARY": str(acl), "LLM_DATADIST_HCCL_LIBRARY": str(hccl)}
+        built = ascend.build(made[0], sanitize=os.environ.get("FAKE_ASCEND_SANITIZE") == "1")
+        os.environ |= {variable: str(path) for variable, path in zip(LIBRARIES, built, strict=True)}
     made.append(Path(tempfile.mkdtemp(prefix="fake-ascend-reports-")))
-    os.environ |= {
+    os.environ |= fake_machine(worker, made[-1])
+    return made
+
+
+def fake_machine(name: str, reports: Path) -> dict[str, str]:
+    """Give the environment of a fake machine that no other process sees."""
+    return {
         # Four a process, which is the most that a test uses.
         devices.VARIABLE: ",".join(f"{first}-{first + 3}" for first in range(0, 64, 4)),
         "FAKE_ASCEND_DEVICES": "64",
         "FAKE_ASCEND_MEMORY": str(64 << 30),
-        "FAKE_ASCEND_DOMAIN": f"{os.getpid()}-{worker}",
-        REPORTS: str(made[-1]),
+        "FAKE_ASCEND_DOMAIN": f"{os.getpid()}-{name}",
+        REPORTS: str(reports),
     }
-    return made
 
 
 def end(folders: list[Path]) -> None:
@@ -45,7 +51,7 @@ def end(folders: list[Path]) -> None:
 
 def violations() -> str:
     """Tell what this process has done wrong since the last look."""
-    if REPORTS not in os.environ or not _is_loaded():
+    if REPORTS not in os.environ or LIBRARIES[0] not in os.environ or not _is_loaded():
         return ""
     driver = ascend.Ascend.loaded()
     told = driver.violations()
@@ -64,4 +70,4 @@ def reported() -> str:
 
 def _is_loaded() -> bool:
     with open("/proc/self/maps") as maps:
-        return os.environ["LLM_DATADIST_ACL_LIBRARY"] in maps.read()
+        return os.environ[LIBRARIES[0]] in maps.read()
