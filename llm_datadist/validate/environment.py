@@ -140,7 +140,7 @@ def _devices() -> Iterator[Check]:
                 side = find_sides(library, [device], Given(), os.environ)[0]
                 yield _device(f"device {names[device.id]}", device, side)
     except BackendError as error:
-        remedy = "see npu-smi info; in a container, that /dev/davinci* and the driver are mounted; who else uses it"
+        remedy = "look whether the driver sees it, in a container whether it is passed on, and who else uses it"
         yield Check(f"devices {','.join(names)}", Outcome.FAILED, error.text, remedy)
     except Exception as error:  # when the device is given back
         yield Check(f"devices {','.join(names)}", Outcome.FAILED, explained(error))
@@ -153,5 +153,5 @@ def _device(name: str, device: Device, side: Side) -> Check:
     text = f"{side}; {free.value / _GIB:.1f} of {total.value / _GIB:.1f} GiB free"
     if side.address.ip:
         return Check(name, Outcome.OK, text)
-    remedy = "set the address (hccn_tool -i <id> -ip -s ...), or give it in llm.LocalCommRes; HCCS links work without"
+    remedy = "set the address with the driver's tool, or give it in llm.LocalCommRes; HCCS links work without"
     return Check(name, Outcome.WARNING, text, remedy)
