@@ -5,9 +5,10 @@
 #   make bench   speed beside the machine's limit            make clean   remove everything made here
 #   make test-aarch64   the tests of the kernels on an emulated aarch64
 #   make bench-check    instructions of the hot calls beside the recorded ones
+#   make validate-hardware DEVICES=0,1 [PEER=ip:port]        what works on this Ascend machine, and how fast
 # PYTHON=... names the interpreter; by default the first on PATH that is new enough.
 
-.PHONY: demo test test-aarch64 lint types bench bench-check docs wheel clean
+.PHONY: demo test test-aarch64 lint types bench bench-check docs wheel validate-hardware clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -48,6 +49,12 @@ bench-check: $(VENV)/built
 
 docs: $(VENV)/docs.extra
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build
+
+DEVICES ?= 0,1
+validate-hardware: $(VENV)/test.extra
+	mkdir -p .cache/validate
+	$(RUN) $(BIN)/llm-datadist validate --backend acl --devices $(DEVICES) $(if $(PEER),--peer $(PEER)) \
+		--json .cache/validate/report.json --junit .cache/validate/report.xml
 
 # From the sdist, for PYTHON, into a fresh environment; then a real pull with nothing of this folder in reach.
 wheel: dist/made

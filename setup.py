@@ -46,6 +46,7 @@ setup(
         "llm_datadist.demo",
         "llm_datadist.utils",
         "llm_datadist.v2",
+        "llm_datadist.validate",
         "llm_datadist_v1",
         "llm_datadist_v1.utils",
     ],

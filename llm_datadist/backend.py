@@ -160,7 +160,10 @@ class Capabilities:
     host_access: bool
     #: Memory can be registered when links stand, and is reached over them. Else it is staged on them.
     late_regions: bool
-    #: Peers may be on other hosts: control runs over TCP, and no descriptors are passed.
+    #: Whatever the process can address is registered as either kind, and what is no memory fails when it is used. Else
+    #: only memory of the driver is, where the driver wants it to start, and all other is refused at once.
+    any_memory: bool
+    #: Peers may be on other hosts: control runs over TCP, and neither a `Pair` nor an `Export` has descriptors.
     network: bool
     #: An engine can link to itself.
     self_link: bool

@@ -191,7 +191,8 @@ def _typestr(desc: TensorDesc) -> str:
 
     if desc.dtype is DataType.DT_STRING:
         return f"|V{ELEMENT_BYTES[desc.dtype]}"
-    return np.dtype(data_type.dtype_to_np_dtype[desc.dtype]).str
+    typestr: str = np.dtype(data_type.dtype_to_np_dtype[desc.dtype]).str
+    return typestr
 
 
 def _describe(array: NDArray[Any], expected: TensorDesc | None) -> TensorDesc:

@@ -8,6 +8,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 
+import addresses
+import ascend_session
+import devices
 import pairs
 import pytest
 import users
@@ -15,7 +18,7 @@ from ends import End
 from peer import Peer
 
 from llm_datadist import LLMDataDist
-from llm_datadist.backend import make_backend
+from llm_datadist.backend import Capabilities, make_backend
 
 _tests = itertools.count()
 
@@ -26,9 +29,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Expect that bytes are staged where the backend can't reach memory that is registered when links stand."""
-    if not make_backend(config.getoption("--backend")).capabilities.late_regions:
+    """Register the mark; expect that bytes are staged where late memory can't be reached."""
+    config.addinivalue_line(
+        "markers",
+        "needs(*names, **values): skip on a backend whose Capabilities lack one of the names, or have another value",
+    )
+    declared = capabilities(config)
+    if not declared.late_regions:
         config.addinivalue_line("filterwarnings", "ignore:registered memory of cluster:RuntimeWarning")
+    if declared.network:
+        config.add_cleanup(addresses.claim_net().close)
+    if config.getoption("--backend") == "acl":
+        folders = ascend_session.start(os.environ.get("PYTEST_XDIST_WORKER", "alone"))
+        config.add_cleanup(lambda: ascend_session.end(folders))
+        devices.take_own()
+
+
+def capabilities(config: pytest.Config) -> Capabilities:
+    """Give what the backend under test declares."""
+    return make_backend(config.getoption("--backend")).capabilities
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what the backend declares that it can't do, and nothing else."""
+    declared = capabilities(config)
+    for item in items:
+        for mark in item.iter_markers("needs"):
+            wanted = {**dict.fromkeys(mark.args, True), **mark.kwargs}
+            lacking = [f"{name}={value}" for name, value in wanted.items() if getattr(declared, name) != value]
+            if lacking:
+                item.add_marker(pytest.mark.skip(reason=f"needs a backend with {', '.join(lacking)}"))
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +84,8 @@ def nothing_left(surroundings: None) -> Iterator[None]:
     assert left_running is None, "the test left an initialised LLMDataDist behind"
     after = leftovers()
     assert not after - before, f"the test left behind: {after - before}"
+    wrong = ascend_session.violations() + ascend_session.reported()
+    assert not wrong, f"what the driver was told by this process, and by others that have ended: {wrong}"
 
 
 def leftovers() -> set[str]:
@@ -98,13 +130,16 @@ def peer() -> Iterator[Peer]:
         shared.set_environment(name, os.environ[name])
     yield shared
     if shared.process.is_alive():
-        shared.make("conftest_support:reset")
+        wrong = shared.make("conftest_support:reset")
+        if devices.scarce():
+            _shared.pop().close()
+        assert not wrong, f"what the driver was told by the shared peer: {wrong}"
 
 
 def pytest_sessionfinish() -> None:
     """End the shared peer."""
-    for shared in _shared:
-        shared.close()
+    while _shared:
+        _shared.pop().close()
 
 
 @pytest.fixture

@@ -54,6 +54,7 @@ class AclBackend(Backend):
         sparse=False,
         host_access=False,
         late_regions=False,
+        any_memory=False,
         network=True,
         self_link=False,
     )

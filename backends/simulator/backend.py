@@ -54,6 +54,7 @@ class SimulatorBackend(Backend):
         sparse=True,
         host_access=True,
         late_regions=True,
+        any_memory=True,
         network=False,
         self_link=True,
     )

@@ -120,8 +120,10 @@ class Engine:
             return self._reserve_paged_pools()
         pools = []
         for device in self.config.devices:
-            # Where memory is taken from the start, no more is taken than may be used.
-            nbytes = None if self.backend.capabilities.sparse else self.config.memory_limit
+            nbytes = self.config.memory_limit
+            if nbytes is not None:
+                # Where memory is taken from the start, no more is taken than may be used; yet a pool is never empty.
+                nbytes = None if self.backend.capabilities.sparse else max(nbytes, self.backend.capabilities.alignment)
             region = self.backend.reserve(device, nbytes, MemoryKind.DEVICE)
             limit = region.nbytes if self.config.memory_limit is None else self.config.memory_limit
             by = (

@@ -392,6 +392,8 @@ class Transfers:
             )
         if error.breaks_link:
             link.break_(f"a transfer failed: {error.text}")
+            if error.kind is Failure.PEER_GONE:
+                return self.links.not_linked(link.cluster_id, link)
             return codes.exception_of(error, self._rules.cache_manager)
         try:
             paths.require_epoch(link)

@@ -105,6 +105,7 @@ def resident(kind: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(f"{kind}:"))
 
 
+@pytest.mark.needs("sparse")
 def test_b25_a_small_pull_from_a_large_cache(linked: tuple[Prompt, Decoder]) -> None:
     """B18, B25, S-180: what is not copied is not touched, so the size of the source cache costs nothing."""
     prompt, decoder = linked

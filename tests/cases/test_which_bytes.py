@@ -156,11 +156,7 @@ def test_b12_heads_of_a_contiguous_cache(linked: tuple[Prompt, Decoder]) -> None
 
 def test_b12_heads_of_two_prompts(peer: Any, start_peer: Any, decoder: Decoder) -> None:
     """B12, S-34: a decoder rank of two heads gets each from another prompt rank, into halves of its slot."""
-    import os
-
     second = start_peer()
-    for name in ("LLM_DATADIST_NAMESPACE", "LLM_DATADIST_BACKEND"):
-        second.set_environment(name, os.environ[name])
     prompts = [Prompt(peer, 1), Prompt(second, 3)]
     desc = bytes_desc(4, 1, HEAD)
     for prompt in prompts:

@@ -48,6 +48,7 @@ def dd() -> Iterator[LLMDataDist]:
     decoder.dd.finalize()
 
 
+@pytest.mark.needs(network=False)
 @pytest.mark.parametrize(
     ("address", "reached_by"),
     [
@@ -73,6 +74,7 @@ def test_b20_same_address_written_differently(
         assert dd.unlink_clusters([info(ip, 26100)], 5000) == LINKED, ip
 
 
+@pytest.mark.needs(network=False)
 @pytest.mark.parametrize(
     ("address", "not_reached_by"),
     [
@@ -92,6 +94,7 @@ def test_b20_other_addresses_do_not_reach(
     assert dd.link_clusters([info(ip, 26101)], 5000) == FAILED
 
 
+@pytest.mark.needs(network=False)
 def test_unlink_by_another_way_to_write_the_address(listen: Callable[[str], Any], dd: LLMDataDist) -> None:
     """E-111, case B20: addresses are compared by value, not by text."""
     listen("10.1.2.3:26100")
@@ -99,6 +102,7 @@ def test_unlink_by_another_way_to_write_the_address(listen: Callable[[str], Any]
     assert dd.unlink_clusters([info("::ffff:10.1.2.3", 26100)], 5000) == LINKED
 
 
+@pytest.mark.needs(network=False)
 def test_local_address_may_be_v6_and_port_zero(listen: Callable[[str], Any], dd: LLMDataDist) -> None:
     """S-131: the local address is only a name of the client's interface."""
     listen("10.1.2.3:26100")
@@ -173,6 +177,7 @@ def test_integers_have_32_bits(number: int) -> None:
         LLMClusterInfo().append_remote_ip_info(number, 26100)
 
 
+@pytest.mark.needs(network=False)
 def test_b19_same_port_at_other_addresses(peer: Peer) -> None:
     """Case B19: names are whole addresses, so one port may be taken at several; a wildcard takes only its own name."""
     first = peer.make("llm_datadist:LLMDataDist", LLMRole.PROMPT, 1)

@@ -82,7 +82,7 @@ def test_e123_during_a_pull(linked: tuple[Prompt, Decoder]) -> None:
 
 
 def test_e124_silent_peer(prompt: Prompt) -> None:
-    """E-124, S-141, S-183: a stopped prompt is silent, not dead: pulls go on, and later so do checks."""
+    """E-124, S-141, S-183: a stopped prompt is silent, not dead: later checks succeed, and so do pulls."""
     decoder = Decoder(sync_kv_timeout=300)
     try:
         decoder.link(prompt)
@@ -95,7 +95,6 @@ def test_e124_silent_peer(prompt: Prompt) -> None:
                 with refuses(Code.LLM_WAIT_PROCESS_TIMEOUT, "cluster 1", "300"):
                     decoder.dd.check_link_status(1)
                 assert 0.29 <= time.monotonic() - start < 5
-            decoder.manager.pull_blocks(BlocksCacheKey(1), cache, [0, 1], [1, 0])
         finally:
             prompt.peer.signal(signal.SIGCONT)
         deadline = time.monotonic() + 30
@@ -105,8 +104,22 @@ def test_e124_silent_peer(prompt: Prompt) -> None:
                 break
             except RuntimeError:
                 assert time.monotonic() < deadline
+        decoder.manager.pull_blocks(BlocksCacheKey(1), cache, [0, 1], [1, 0])
     finally:
         decoder.dd.finalize()
+
+
+@pytest.mark.needs("mapped_words")
+def test_s183_pulls_from_a_silent_peer(linked: tuple[Prompt, Decoder]) -> None:
+    """S-183: where a pull asks nothing of the prompt's process, it goes on while that is stopped."""
+    prompt, decoder = linked
+    prompt.allocate_blocks(DESC, BlocksCacheKey(1))
+    cache = decoder.allocate(DESC, blocks=True)
+    prompt.peer.stop()
+    try:
+        decoder.manager.pull_blocks(BlocksCacheKey(1), cache, [0, 1], [1, 0])
+    finally:
+        prompt.peer.signal(signal.SIGCONT)
 
 
 def test_s183_broken_link(linked: tuple[Prompt, Decoder]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import users
 from ends import End, desc
+from pairs import rank_table
 from refusals import PARAM_INVALID, Expected, name_of, refuses
 
 from llm_datadist import (
@@ -354,8 +355,7 @@ def test_s111_defaults(remote_cm: tuple[End, End]) -> None:
 
 def test_s111_e182_after_link(end: End) -> None:
     """S-111, E-182, S-153: after link() an explicit True is refused, before the addresses are looked at."""
-    table = '{"server_list":[{"device":[{"rank_id":"0"},{"rank_id":"1"}]}]}'
-    end.dd.link("with nobody", {1: 0, 2: 1}, table)
+    end.dd.link("with nobody", {1: 0, 2: 1}, rank_table(2))
     for register in (end.manager.register_cache, end.manager.register_blocks_cache):
         with refuses(PARAM_INVALID, "remote_accessible", "link"):
             register(OF, [0], remote_accessible=True)
@@ -365,6 +365,7 @@ def test_s111_e182_after_link(end: End) -> None:
 # ---------------------------------------------------------------------- the user's memory
 
 
+@pytest.mark.needs("any_memory")
 def test_s211_registration_touches_nothing(end: End) -> None:
     """S-211, S-110: any address above 0 is taken, with a warning where nothing is mapped."""
     with pytest.warns(RuntimeWarning, match="not .*mapped"):
@@ -404,6 +405,7 @@ def objects() -> list[Any]:
     ]
 
 
+@pytest.mark.needs("any_memory")
 @pytest.mark.parametrize("number", range(7))
 def test_s110_objects_with_memory(cm: tuple[End, End], number: int) -> None:
     """S-110: arrays, buffers and DLPack objects are destinations and sources, and live as long as the registration."""
@@ -422,6 +424,7 @@ def test_s110_objects_with_memory(cm: tuple[End, End], number: int) -> None:
     there.check(back, of, {0: [(0, wanted)]})
 
 
+@pytest.mark.needs("any_memory")
 @pytest.mark.parametrize("side", ["source", "destination"])
 def test_unmapped_memory_in_pulls(cm: tuple[End, End], side: str) -> None:
     """S-110: a pull from or into memory that is not there fails and never crashes; the link stays usable."""
@@ -446,6 +449,7 @@ def test_unmapped_memory_in_pulls(cm: tuple[End, End], side: str) -> None:
         here.manager.pull_cache(CacheKey(1, 10), good, 1)
 
 
+@pytest.mark.needs("any_memory")
 def test_read_only_destination_fails(cm: tuple[End, End]) -> None:
     """S-110: memory that can't be written is an error, never a signal."""
     there, here = cm
@@ -491,7 +495,7 @@ def test_many_threads_allocate_and_register(end: End) -> None:
     def work() -> None:
         for _ in range(20):
             cache = end.manager.allocate_cache(OF)
-            registered = end.manager.register_cache(OF, [bytearray(128), bytearray(128)])
+            registered = end.manager.register_cache(OF, [end.take(128) for _ in range(2)])
             ids.extend((cache.cache_id, registered.cache_id))
             spans.extend((address, address + 128) for address in cache.tensor_addrs)
             end.manager.unregister_cache(registered.cache_id)

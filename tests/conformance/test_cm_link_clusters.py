@@ -113,7 +113,8 @@ def test_e95_no_local_address(client: Member) -> None:
             client.dd.link_clusters([cluster], 100)
 
 
-@pytest.mark.parametrize("text", ["", "{}"])
+# Over a network the text is looked into, since it says where devices are.
+@pytest.mark.parametrize("text", ["", pytest.param("{}", marks=pytest.mark.needs(network=False))])
 def test_e95_with_communication_resources(peer: Peer, text: str) -> None:
     """E-95, S-142: with communication resources no local address is needed; an empty text describes none."""
     server = Member(1, peer, local_comm_res=text)
@@ -202,6 +203,7 @@ def test_stale_link_of_the_peer_is_replaced(server: Member, client: Member) -> N
             server.pull(client)
 
 
+@pytest.mark.needs("self_link")
 def test_own_listener(both: Member) -> None:
     """S-130: an instance links to itself; it does not pull from itself; pushes and unlinking work."""
     for force in (False, True):
@@ -215,6 +217,7 @@ def test_own_listener(both: Member) -> None:
     both.link(both)
 
 
+@pytest.mark.needs("self_link")
 def test_push_over_the_own_listener() -> None:
     """S-130: bytes of a self-link really move."""
     member = Member(2, enable_remote_cache_accessible=True)
@@ -464,6 +467,7 @@ def test_ids_start_again(server: Member, client: Member) -> None:
         client.start()
 
 
+@pytest.mark.needs("any_memory")
 def test_s111_default_of_registrations(server: Member) -> None:
     """S-111: DEVICE memory registered before a link is remote accessible by default; afterwards, and on HOST, not."""
     import numpy as np

@@ -335,7 +335,8 @@ def test_s115_the_table_is_current(remote_cm: tuple[End, End]) -> None:
 def test_s117_remap(remote_cm: tuple[End, End]) -> None:
     """S-117, E-185, E-186: without a link NOT_YET_LINK, with one a no-op that touches nothing."""
     there, here = remote_cm
-    good = MemInfo(Memtype.MEM_TYPE_DEVICE, 1234, 1)
+    of = desc(1, 1, 64)
+    good = MemInfo(Memtype.MEM_TYPE_DEVICE, here.addresses(here.register(of))[0], of.size)
     for bad in (
         None,
         1,

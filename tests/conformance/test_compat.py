@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from addresses import bindable
 from bindings import is_bound
 from pairs import Decoder, Prompt, bytes_desc, cluster_info, options
 from peer import Peer
@@ -145,7 +146,7 @@ def test_one_description_for_both_kinds(linked: tuple[Prompt, Decoder]) -> None:
 def test_options_by_hand(peer: Peer) -> None:
     """Raw dicts, without LLMConfig."""
     prompt: Any = peer.make("llm_datadist:LLMDataDist", LLMRole.PROMPT, 1)
-    prompt.init({"ge.exec.deviceId": "0", "llm.listenIpInfo": "192.168.1.1:26000"})
+    prompt.init({"ge.exec.deviceId": "0", "llm.listenIpInfo": bindable("192.168.1.1:26000")})
     decoder = LLMDataDist(LLMRole.DECODER, 2)
     decoder.init({"ge.exec.deviceId": "1", "llm.SyncKvCacheWaitTime": "5000"})
     assert decoder.link_clusters([cluster_info(1, ["192.168.1.1:26000"])]) == (SUCCESS, [SUCCESS])

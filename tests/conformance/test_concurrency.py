@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,8 +34,6 @@ def patient(prompt: Prompt) -> Iterator[tuple[Prompt, Decoder]]:
 def other_peer(start_peer: Callable[[], Peer]) -> Peer:
     """Give a third process."""
     peer = start_peer()
-    for name in ("LLM_DATADIST_NAMESPACE", "LLM_DATADIST_BACKEND"):
-        peer.set_environment(name, os.environ[name])
     return peer
 
 

@@ -92,7 +92,7 @@ def test_s72_onto_itself(end: End) -> None:
 
 
 @pytest.mark.parametrize("shift", [-3, 5])
-@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("pooled", [pytest.param(False, marks=pytest.mark.needs("any_memory")), True])
 def test_s72_overlapping_registrations(cm_end: End, shift: int, pooled: bool) -> None:
     """S-72: two caches that share memory are copied as if through a buffer, whoever the memory is from."""
     end = cm_end
@@ -224,7 +224,7 @@ def test_e273_e274_e284_forms_and_placements(end: End) -> None:
         data = [end.expected(OF, t) for t in range(3)]
         end.check(host, OF, {t: [(0, data[t][:32] * 2 + data[t][64:])] for t in range(3)})
     else:
-        cpu = cpu_cache(end, desc(3, 4, 32, HOST), [end.take(128) for _ in range(3)])
+        cpu = cpu_cache(end, desc(3, 4, 32, HOST), [end.take(128, HOST) for _ in range(3)])
         for call in (
             lambda: end.manager.copy_cache(cpu, plain),
             lambda: end.manager.copy_cache(plain, cpu),
@@ -313,7 +313,7 @@ def test_copy_blocks_refuses(end: End, expected: Expected, words: str, info: Any
 def swap_pair(end: End, of: CacheDesc, blocks: int) -> tuple[Any, Any, list[int]]:
     """Make a device cache filled with 0xA5, and a host cache on the user's memory filled by pattern."""
     device = end.allocate(desc(of.num_tensors, blocks, of.size // of.shape[0]), blocks=True)
-    addresses = [end.take(of.size) for _ in range(of.num_tensors)]
+    addresses = [end.take(of.size, HOST) for _ in range(of.num_tensors)]
     for tensor, address in enumerate(addresses):
         end.write(address, end.expected(of, tensor))
     return device, cpu_cache(end, of, addresses), addresses
@@ -450,9 +450,12 @@ def test_e296_no_memory_at_the_address(end: End) -> None:
     for arguments in ((wild, device), (device, wild)):
         with refuses(FAILED, "failed"):
             end.manager.swap_blocks(*arguments, {0: 1})
-    end.manager.swap_blocks(cpu_cache(end, desc(2, 8, 16, HOST), [end.take(128) for _ in range(2)]), device, {0: 1})
+    end.manager.swap_blocks(
+        cpu_cache(end, desc(2, 8, 16, HOST), [end.take(128, HOST) for _ in range(2)]), device, {0: 1}
+    )
 
 
+@pytest.mark.needs("any_memory")
 def test_copies_of_unmapped_registered_memory(cm_end: End) -> None:
     """S-211, S-110: memory that is not there is registered with a warning; copies of it fail, and never crash."""
     end = cm_end

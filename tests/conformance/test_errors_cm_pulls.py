@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from ends import End, desc
+from pairs import rank_table
 from refusals import PARAM_INVALID, Expected, name_of, refuses
 from stall import Running, Stalled
 
@@ -208,7 +209,9 @@ def test_e228_local_cache_is_gone(scene: Scene) -> None:
     for cache in (allocated, registered):
         with refuses(NOT_EXIST, f"cache {cache.cache_id}"):
             scene.pull(cache=cache)
-    cpu = type(allocated).create_cpu_cache(desc(4, 4, 32, Placement.HOST), [here.take(128) for _ in range(4)])
+    cpu = type(allocated).create_cpu_cache(
+        desc(4, 4, 32, Placement.HOST), [here.take(128, Placement.HOST) for _ in range(4)]
+    )
     with refuses(NOT_EXIST):
         scene.pull_blocks(dst_cache=cpu)
     scene.check_unharmed()
@@ -266,7 +269,7 @@ def test_e262_a_slot_of_a_host_cache_into_blocks(scene: Scene) -> None:
 def test_e231_while_the_memory_is_not_ready(cm: tuple[End, End]) -> None:
     """E-231, E-229: a cluster that a rank-table link still prepares is not linked yet."""
     _, here = cm
-    table = '{"server_list":[{"device":[{"rank_id":"0"},{"rank_id":"1"}]}]}'
+    table = rank_table(2)
     cache = here.allocate(TO)
     here.dd.link("with nobody", {2: 0, 3: 1}, table)
     with refuses(NOT_YET_LINK, "cluster 3"):

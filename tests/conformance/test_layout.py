@@ -12,7 +12,7 @@ from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndInd
 
 
 def test_tensors_are_apart_and_aligned(decoder: Decoder) -> None:
-    """S-1, S-5, S-6, S-210: one allocation a tensor, at multiples of 512, and zero where memory is fresh."""
+    """S-1, S-5, S-6, S-210: one allocation a tensor, at multiples of 512."""
     desc = CacheDesc(4, [2, 16], DataType.DT_FLOAT16)
     assert desc.size == 64
     cache = decoder.manager.allocate_cache(desc)
@@ -21,6 +21,13 @@ def test_tensors_are_apart_and_aligned(decoder: Decoder) -> None:
     ordered = sorted(addresses)
     assert all(b - a >= desc.size for a, b in itertools.pairwise(ordered))
     assert all(address % 512 == 0 for address in addresses)
+
+
+@pytest.mark.needs("sparse")
+def test_fresh_memory_is_zero(decoder: Decoder) -> None:
+    """S-210: where the pool takes memory only when it is used, what comes is zero."""
+    desc = CacheDesc(4, [2, 16], DataType.DT_FLOAT16)
+    (addresses,) = decoder.manager.allocate_cache(desc).per_device_tensor_addrs
     assert all(memory.read(address, desc.size) == bytes(desc.size) for address in addresses)
 
 

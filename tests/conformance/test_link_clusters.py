@@ -269,10 +269,7 @@ def test_s139_a_client_that_links_again_replaces_its_old_link(
     cache = decoder.allocate(DESC)
     prompt.allocate(DESC, [CacheKey(1, 10)])
     restarted = start_peer()
-    import os
 
-    for name in ("LLM_DATADIST_NAMESPACE", "LLM_DATADIST_BACKEND"):
-        restarted.set_environment(name, os.environ[name])
     dd = restarted.make("llm_datadist:LLMDataDist", LLMRole.DECODER, decoder.cluster_id)
     dd.init(options())
     assert restarted.make("conftest_support:link", dd, 1, prompt.addresses) == LINKED

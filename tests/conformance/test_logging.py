@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import memory
 import pytest
+import scripts
+from addresses import bindable
 from pairs import Decoder, Prompt, bytes_desc, options
 from refusals import PARAM_INVALID, refuses
 
@@ -51,9 +50,10 @@ def records() -> Iterator[Records]:
 
 
 SCRIPT = """
+import sys
 from llm_datadist import *
 dd = LLMDataDist(LLMRole.PROMPT, 1)
-dd.init({"ge.exec.deviceId": "0", "llm.listenIpInfo": "10.0.0.1:26000"})
+dd.init({"ge.exec.deviceId": "0", "llm.listenIpInfo": sys.argv[1]})
 try:
     dd.kv_cache_manager.allocate_cache(CacheDesc(0, [2, 64], DataType.DT_UINT8))
 except LLMException:
@@ -69,21 +69,15 @@ LINE = re.compile(
 @pytest.mark.parametrize(
     ("level", "seen"), [("1", {"INFO", "ERROR"}), ("2", {"ERROR"}), (None, {"ERROR"}), ("x", {"ERROR"})]
 )
-def test_s200_s201_level_and_format(tmp_path: Path, level: str | None, seen: set[str]) -> None:
+def test_s200_s201_level_and_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str | None, seen: set[str]
+) -> None:
     """S-200, S-201: the environment sets the level, records go to stdout, one line each, with the caller's place."""
-    environment = {name: value for name, value in os.environ.items() if name != "ASCEND_GLOBAL_LOG_LEVEL"}
+    monkeypatch.delenv("ASCEND_GLOBAL_LOG_LEVEL", raising=False)
     if level is not None:
-        environment["ASCEND_GLOBAL_LOG_LEVEL"] = level
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        cwd=tmp_path,
-        env=environment,
-        timeout=60,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ended.stderr == ""
+        monkeypatch.setenv("ASCEND_GLOBAL_LOG_LEVEL", level)
+    ended = scripts.run(SCRIPT, bindable("10.0.0.1:26000"), cwd=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
     lines = [LINE.fullmatch(line) for line in ended.stdout.splitlines()]
     assert all(lines), ended.stdout
     assert {line[1] for line in lines if line} == seen
@@ -203,7 +197,8 @@ def test_s202_data_is_never_logged(linked: tuple[Prompt, Decoder], records: Reco
 
 def test_s203_chosen_backend_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """S-203: that auto took the simulator is a warning at the caller's line, since the default level hides the log."""
-    monkeypatch.delenv("LLM_DATADIST_BACKEND")
+    for name in ("BACKEND", "ACL_LIBRARY", "HCCL_LIBRARY"):
+        monkeypatch.delenv(f"LLM_DATADIST_{name}", raising=False)
     dd = LLMDataDist(LLMRole.DECODER, 2)
     with pytest.warns(RuntimeWarning, match="simulator") as caught:
         dd.init(options())

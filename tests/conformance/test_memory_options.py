@@ -96,6 +96,7 @@ def test_without_a_limit() -> None:
     decoder.dd.finalize()
 
 
+@pytest.mark.needs("sparse")
 def test_a_limit_far_above_the_machine() -> None:
     """S-124: it is an upper bound, which need not be there."""
     decoder = Decoder(ge__flowGraphMemMaxSize=str(2**40))

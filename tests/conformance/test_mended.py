@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import traces
 import users
 from ends import End, desc
 from expect import failure
-from pairs import Decoder, Prompt, bytes_desc
+from pairs import Decoder, Prompt, bytes_desc, rank_table
 from peer import Peer
 from refusals import PARAM_INVALID, refuses
 from stall import Running, Stalled, set_faults
@@ -187,7 +186,7 @@ def test_a_description_changed_later_changes_no_cache(linked: tuple[Prompt, Deco
     data = prompt.expected(bytes_desc(1, 8, 64), 0)
     given = [CacheDesc(1, [4, 64], DataType.DT_UINT8, placement=p) for p in (Placement.DEVICE, Placement.HOST)]
     cache = decoder.manager.allocate_blocks_cache(given[0])
-    host_address = users.take(8 * 64)
+    host_address = users.take(8 * 64, Placement.HOST)
     host = KvCache.create_cpu_cache(given[1], [host_address])
     for length in (1, 8):
         for each in {id(d): d for d in (*given, cache.cache_desc, host.cache_desc)}.values():
@@ -216,7 +215,7 @@ def test_swap_against_the_next_owner(decoder: Decoder, monkeypatch: pytest.Monke
     """S-21, E-295: released under a swap, a cache is refused, or its memory waits; what comes next is never written."""
     of = bytes_desc(1, 4, 4096)
     host = KvCache.create_cpu_cache(
-        CacheDesc(1, [4, 4096], DataType.DT_UINT8, placement=Placement.HOST), [users.take(of.size)]
+        CacheDesc(1, [4, 4096], DataType.DT_UINT8, placement=Placement.HOST), [users.take(of.size, Placement.HOST)]
     )
     engine = decoder.dd._engine
     assert engine is not None
@@ -273,10 +272,7 @@ def test_the_longest_time_to_meet(peer: Peer) -> None:
     """S-150, S-152: 136 years are longer than any wait of the system; members wait, meet and unlink all the same."""
     there, here = End(peer, 1, link_total_time=2**32 - 1), End(None, 2, link_total_time=2**32 - 1)
     try:
-        devices = [{"device_id": "0", "device_ip": f"192.168.10.{i}", "rank_id": str(i)} for i in range(2)]
-        servers = [{"device": devices, "server_id": "1"}]
-        table = {"server_count": "1", "server_list": servers, "status": "completed", "version": "1.0"}
-        members = ({1: 0, 2: 1}, json.dumps(table))
+        members = ({1: 0, 2: 1}, rank_table(2))
         comm = here.dd.link("both come", *members)
         time.sleep(0.2)
         assert here.dd.query_register_mem_status(comm) is RegisterMemStatus.PREPARING
@@ -301,6 +297,7 @@ class Ready(LayerSynchronizer):
         return True
 
 
+@pytest.mark.needs("any_memory")
 def test_a_wild_address_does_not_stop_transfers_to_others(cm: tuple[End, End]) -> None:
     """S-93: a peer registered what no address of a process can be; its other caches are found by address."""
     there, here = cm

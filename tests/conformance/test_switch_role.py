@@ -11,6 +11,7 @@ from typing import Any
 import memory
 import pytest
 import traces
+from addresses import bindable
 from members import LINKED, Member
 from pairs import Decoder, Prompt, bytes_desc, options
 from peer import Peer
@@ -35,7 +36,7 @@ def at(address: str) -> dict[str, str]:
 
 def address() -> str:
     """Give an address that nobody has used."""
-    return f"10.3.0.1:{next(_ports)}"
+    return bindable(f"10.3.0.1:{next(_ports)}")
 
 
 def listens() -> list[str]:
@@ -89,6 +90,7 @@ def test_refused(decoder: Decoder, rule: str, role: Any, switch_options: Any, ex
     decoder.dd.switch_role(PROMPT, at(address()))
 
 
+@pytest.mark.needs(network=False)
 def test_s163_ipv6(peer: Peer, decoder: Decoder) -> None:
     """S-163: an IPv6 address in brackets is one."""
     decoder.dd.switch_role(PROMPT, {LISTEN: "[fd00::5]:30000"})

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from pairs import Decoder, Prompt, bytes_desc
+from pairs import PREFILL, Decoder, Prompt, bytes_desc
 from refusals import refuses
 from stall import Stalled, clear_faults, set_faults
 
@@ -54,7 +54,9 @@ def test_e240_time_limit(scene: tuple[Prompt, Decoder, KvCache], pull: Any, at: 
         raise error or AssertionError("the pull did not fail")
     written = b"".join(decoder.tensor(cache, t)[:64] for t in range(4))
     source = b"".join(prompt.expected(DESC, t)[:64] for t in range(4))
-    assert written == source[:at] + b"\xa5" * (256 - at)
+    # A backend may begin with any part of the bytes.
+    assert all(byte in (wanted, PREFILL) for byte, wanted in zip(written[:at], source, strict=False))
+    assert written[at:] == bytes([PREFILL]) * (256 - at)
     decoder.prefill(cache)
     stalled.finish()
     decoder.untouched(cache)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from addresses import bindable
 from ends import End, desc
 from peer import Peer
 from refusals import PARAM_INVALID, Expected, name_of, refuses
@@ -167,6 +168,7 @@ def test_s93_a_slot_cut_into_blocks(peer: Peer) -> None:
         scene.here.close()
 
 
+@pytest.mark.needs("any_memory")
 def test_registered_destinations_that_overlap(peer: Peer) -> None:
     """S-96, B12, B13: an address belongs to whichever registration holds all its bytes."""
     scene = Scene(peer, cm=True)
@@ -343,7 +345,7 @@ def test_e330_several_devices(peer: Peer) -> None:
     """E-330: with several local devices the result is FEATURE_NOT_ENABLED."""
     scene = Scene(peer, cm=False)
     scene.here.close()
-    here = End(None, 2, LLMRole.PROMPT, cm=False, devices=[0, 1], llm__listenIpInfo="10.1.2.2:1;10.1.2.2:2")
+    here = End(None, 2, LLMRole.PROMPT, cm=False, devices=[0, 1], llm__listenIpInfo=bindable("10.1.2.2:1;10.1.2.2:2"))
     try:
         scene.here, scene.source = here, here.allocate(OF)
         assert scene.results(scene.config()) == [LLMStatusCode.LLM_FEATURE_NOT_ENABLED]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import Any
 
@@ -269,8 +268,6 @@ def test_b04_a_dropped_task(remote_cm: tuple[End, End]) -> None:
 def test_e327_one_target_dies(start_peer: Any, peer: Peer) -> None:
     """B27, E-327, E-328: a target that dies ends the job with NOT_YET_LINK for it; each target has a result."""
     doomed_peer = start_peer()
-    for name in ("LLM_DATADIST_NAMESPACE", "LLM_DATADIST_BACKEND"):
-        doomed_peer.set_environment(name, os.environ[name])
     there, doomed, here = End(peer, 1, remote=True), End(doomed_peer, 3, remote=True), End(None, 2, remote=True)
     try:
         source = here.allocate(OF, salt=0)

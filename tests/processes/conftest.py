@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -18,8 +17,6 @@ def start_quick() -> Iterator[Callable[[], Peer]]:
 
     def start() -> Peer:
         peers.append(Peer("forkserver"))
-        for name in ("LLM_DATADIST_NAMESPACE", "LLM_DATADIST_BACKEND"):
-            peers[-1].set_environment(name, os.environ[name])
         return peers[-1]
 
     yield start

@@ -6,7 +6,6 @@ Every cache is filled with one word, so bytes of two caches can't pass for bytes
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 import threading
 import time
@@ -104,8 +103,6 @@ def test_key_bound_anew_while_its_old_cache_lives(linked: tuple[Prompt, Decoder]
 def second(start_peer: Callable[[], Peer], prompt: Prompt) -> Peer:
     """Give another decoder in a process of its own, linked to the same prompt."""
     peer = start_peer()
-    for name in ("LLM_DATADIST_NAMESPACE", "LLM_DATADIST_BACKEND"):
-        peer.set_environment(name, os.environ[name])
     dd = peer.make("llm_datadist:LLMDataDist", LLMRole.DECODER, 4)
     dd.init(options())
     assert dd.link_clusters([prompt.info()], 5000)[0] == LLMStatusCode.LLM_SUCCESS

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import scripts
 from pairs import bytes_desc, cluster_info
 from pairs import options as engine_options
 from peer import Peer
@@ -70,11 +70,9 @@ if how == "finalize":
 
 @pytest.mark.parametrize("how", ["finalize", "exit"])
 @pytest.mark.parametrize(("mode", "what"), [("kv", "copy"), ("kv", "swap"), ("cm", "copy")])
-def test_end_while_a_thread_copies(mode: str, what: str, how: str) -> None:
+def test_end_while_a_thread_copies(tmp_path: Path, mode: str, what: str, how: str) -> None:
     """S-172: memory is not unmapped under a copy; the thread is told that the engine has ended."""
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT, mode, what, how], capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = scripts.run(SCRIPT, mode, what, how, cwd=tmp_path)
     assert ended.returncode == 0, ended
     assert ended.stdout.strip() == ("['LLM_ENGINE_FINALIZED']" if how == "finalize" else ""), ended
 

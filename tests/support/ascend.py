@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from llm_datadist._kernels.runs import Bases, Plan, Runs, span_runs
@@ -31,14 +32,19 @@ MakeBackend = Callable[..., AclBackend]
 _names = (f"{os.getpid()}-{number}" for number in itertools.count())
 
 
-def build(directory: Path, *, lacks: Collection[str] = ()) -> tuple[Path, Path]:
-    """Compile the fake into a directory; give the paths of ACL and HCCL."""
+def builder() -> ModuleType:
+    """Load what compiles the fake."""
     spec = importlib.util.spec_from_file_location("fake_ascend_build", FAKE / "build.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    made: tuple[Path, Path] = module.build(directory, lacks=lacks)
+    return module
+
+
+def build(directory: Path, *, lacks: Collection[str] = (), sanitize: bool = False) -> tuple[Path, Path]:
+    """Compile the fake into a directory; give the paths of ACL and HCCL."""
+    made: tuple[Path, Path] = builder().build(directory, lacks=lacks, sanitize=sanitize)
     return made
 
 

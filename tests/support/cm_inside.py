@@ -58,18 +58,18 @@ def register_wild(manager: Any, desc: CacheDesc, addresses: list[int], keys: lis
     return cache
 
 
-def unregister_under_pulls(manager: Any, desc: CacheDesc, key: CacheKey, rounds: int, unmap: bool) -> None:
-    """Offer memory of one word, take it back, and fill it with another word or unmap it, while peers pull."""
-    for _ in range(rounds):
-        given = [users.take(desc.size) for _ in range(desc.num_tensors)]
-        for address in given:
-            memory.fill(address, PUSHED, desc.size)
-        cache = manager.register_cache(desc, given, [key])
-        end = time.monotonic() + 0.0005
-        while time.monotonic() < end:
-            pass
-        manager.unregister_cache(cache.cache_id)
-        if not unmap:
-            for address in given:
-                memory.fill(address, OWN, desc.size)
-        users.give_back()
+def offer_word(manager: Any, desc: CacheDesc, key: CacheKey) -> Any:
+    """Register fresh memory that is full of one word."""
+    given = [users.take(desc.size) for _ in range(desc.num_tensors)]
+    for address in given:
+        memory.fill(address, PUSHED, desc.size)
+    return manager.register_cache(desc, given, [key])
+
+
+def take_back(manager: Any, cache: Any, unmap: bool) -> None:
+    """Unregister, and fill the memory with another word or unmap it."""
+    manager.unregister_cache(cache.cache_id)
+    if not unmap:
+        for address in cache.tensor_addrs:
+            memory.fill(address, OWN, cache.cache_desc.size)
+    users.give_back()

@@ -6,19 +6,21 @@ import os
 import threading
 from collections import Counter
 
+import ascend_session
 import users
 from pairs import cluster_info
 
 from llm_datadist import LLMDataDist
 
 
-def reset() -> None:
-    """Finalize whatever the last test left."""
+def reset() -> str:
+    """Finalize whatever the last test left; tell what a driver was told that was wrong."""
     instance = LLMDataDist.llm_engine_instance
     if instance is not None:
         instance.finalize()
     users.give_back()
     gc.collect()
+    return ascend_session.violations()
 
 
 def open_things() -> Counter[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import memory
 import users
+from addresses import bindable
 from pairs import PREFILL, cluster_info, options
 from peer import Peer
 
@@ -43,7 +44,7 @@ class End:
         self, peer: Peer | None, cluster_id: int, role: LLMRole = LLMRole.PROMPT, *, cm: bool = True, **extra: Any
     ) -> None:
         self.peer, self.cluster_id, self.cm = peer, cluster_id, cm
-        self.address = f"10.1.{cluster_id % 250}.1:{next(_ports)}"
+        self.address = bindable(f"10.1.{cluster_id % 250}.1:{next(_ports)}")
         listen = self.address if cm or role is LLMRole.PROMPT else None
         self.dd: Any = (
             LLMDataDist(role, cluster_id) if peer is None else peer.make("llm_datadist:LLMDataDist", role, cluster_id)
@@ -77,7 +78,7 @@ class End:
         self, of: CacheDesc, key: Any = None, salt: int | None = None, blocks: bool = False, **more: Any
     ) -> Any:
         """Register fresh memory of the user's."""
-        addresses = [self.take(of.size) for _ in range(of.num_tensors)]
+        addresses = [self.take(of.size, of.placement) for _ in range(of.num_tensors)]
         if blocks:
             cache = self.manager.register_blocks_cache(of, addresses, key, **more)
         else:
@@ -85,9 +86,11 @@ class End:
         self.fill(cache, of, salt)
         return cache
 
-    def take(self, nbytes: int) -> int:
+    def take(self, nbytes: int, placement: Placement = Placement.DEVICE) -> int:
         """Give the address of memory of the user's, which lives until the end of the test."""
-        address: int = users.take(nbytes) if self.peer is None else self.peer.make("users:take", nbytes)
+        address: int = (
+            users.take(nbytes, placement) if self.peer is None else self.peer.make("users:take", nbytes, placement)
+        )
         return address
 
     def fill(self, cache: Any, of: CacheDesc, salt: int | None) -> None:

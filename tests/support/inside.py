@@ -17,6 +17,7 @@ from typing import Any
 
 import memory
 import pairs
+from stall import clear_faults, set_faults
 
 from llm_datadist import (
     CacheDesc,
@@ -182,9 +183,7 @@ def start_stalled_pull(key: CacheKey, cache: KvCache, at_byte: int) -> None:
 
 def inject(instance: LLMDataDist, **faults: Any) -> Faults:
     """Let the transfers of an engine fail in some way."""
-    injected = Faults(**faults)
-    instance._engine.backend.faults = injected  # type: ignore[union-attr,attr-defined]
-    return injected
+    return set_faults(instance, **faults)
 
 
 def limit_addresses(more: int) -> None:
@@ -456,7 +455,7 @@ def stalled_pull_and_fork(key: CacheKey, cache: KvCache, info: Any, desc: CacheD
         assert faults.stall_entered.wait(LIMIT_S)
         outcome = in_child("start_own", "leave_at_once", info, key, desc)
     thread.join(LIMIT_S)
-    _instance()._engine.backend.faults = None  # type: ignore[union-attr,attr-defined]
+    clear_faults(_instance())
     return {**outcome, "failures": [str(e) for e in failures]}
 
 

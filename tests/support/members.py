@@ -5,7 +5,6 @@ Every member has a blocks cache full of its own pattern, under the key of its cl
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import importlib
 import itertools
@@ -14,9 +13,12 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import disturbed
 import inside
 import memory
 import pairs
+import users
+from addresses import bindable
 from peer import Peer
 
 from llm_datadist import BlocksCacheKey, CacheDesc, LLMClusterInfo, LLMDataDist, LLMRole
@@ -73,7 +75,8 @@ class Member(Far):
         salt: int = 0,
         **extra: Any,
     ) -> None:
-        super().__init__(cluster_id, listen if isinstance(listen, str) else f"10.0.{cluster_id % 250}.1:{next(_ports)}")
+        address = listen if isinstance(listen, str) else f"10.0.{cluster_id % 250}.1:{next(_ports)}"
+        super().__init__(cluster_id, bindable(address))
         self.peer, self.desc, self.salt = peer, desc, salt
         self.options = options(self.address if listen else None, **extra)
         self.dd: Any = self.run("llm_datadist:LLMDataDist", role, cluster_id)
@@ -130,21 +133,25 @@ class Member(Far):
         self.dd.finalize()
 
 
-_memory: list[Any] = []
-
-
 def user_memory(nbytes: int, count: int = 1) -> list[int]:
     """Give addresses of memory of this process that its engine does not own, full of 0xA5."""
-    made = [(ctypes.c_char * nbytes).from_buffer(bytearray([pairs.PREFILL]) * nbytes) for _ in range(count)]
-    _memory.extend(made)
-    return [ctypes.addressof(each) for each in made]
+    taken = [users.take(nbytes) for _ in range(count)]
+    for address in taken:
+        memory.write(address, bytes([pairs.PREFILL]) * nbytes)
+    return taken
 
 
 def forbid_process(forbid: bool = True) -> None:
-    """Let links of this process's engine from now on find that the kernel forbids to read their peers."""
-    instance = LLMDataDist.llm_engine_instance
-    assert instance is not None
-    instance._engine.backend.forbid_process = forbid  # type: ignore[union-attr,attr-defined]
+    """Let links of this process's engine from now on find that the kernel forbids to read their peers.
+
+    Where the backend has no such switch, its endpoints say of all regions but the pools that they can't be reached.
+    """
+    backend = _engine().backend
+    if hasattr(backend, "forbid_process"):
+        backend.forbid_process = forbid
+    else:
+        assert forbid
+        disturbed.forbid_registered(_engine())
 
 
 _crowd: list[Member] = []

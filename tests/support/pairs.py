@@ -7,10 +7,13 @@ through `memory`, never through the library.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import memory
+from addresses import bindable
+from devices import require as need_devices
 from peer import Peer, Remote
 
 from llm_datadist import CacheDesc, DataType, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole, LLMStatusCode
@@ -21,10 +24,11 @@ _ports = itertools.count(26000)
 
 def options(listen: str | None = None, devices: int | list[int] = 0, **extra: Any) -> dict[str, str]:
     """Make the options of an engine; ``extra`` are `LLMConfig` properties, or raw keys with ``__`` for each dot."""
+    need_devices(max(devices) if isinstance(devices, list) else devices)
     config = LLMConfig()
     config.device_id = devices
     if listen is not None:
-        config.listen_ip_info = listen
+        config.listen_ip_info = bindable(listen)
     raw = {}
     for name, value in extra.items():
         if "__" in name:
@@ -39,10 +43,19 @@ def cluster_info(cluster_id: int, addresses: Sequence[str], local: str = "192.16
     info = LLMClusterInfo()
     info.remote_cluster_id = cluster_id
     for address in addresses:
-        ip, _, port = address.rpartition(":")
+        ip, _, port = bindable(address).rpartition(":")
         info.append_local_ip_info(local, 0)
         info.append_remote_ip_info(ip.strip("[]"), int(port))
     return info
+
+
+def rank_table(ranks: int) -> str:
+    """Describe one device on each of some hosts, where nobody may be."""
+    servers = []
+    for rank in range(ranks):
+        host, _, _ = bindable(f"192.168.10.{rank + 1}:1").rpartition(":")
+        servers.append({"server_id": host, "device": [{"device_id": "0", "device_ip": host, "rank_id": str(rank)}]})
+    return json.dumps({"version": "1.0", "status": "completed", "server_count": str(ranks), "server_list": servers})
 
 
 class Prompt:
@@ -52,7 +65,7 @@ class Prompt:
         self.peer = peer
         self.cluster_id = cluster_id
         count = len(devices) if isinstance(devices, list) else 1
-        self.addresses = [f"10.0.{cluster_id % 250}.1:{next(_ports)}" for _ in range(count)]
+        self.addresses = [bindable(f"10.0.{cluster_id % 250}.1:{next(_ports)}") for _ in range(count)]
         self.options = options(";".join(self.addresses), devices, **extra)
         self.dd: Remote = peer.make("llm_datadist:LLMDataDist", LLMRole.PROMPT, cluster_id)
         self.dd.init(self.options)

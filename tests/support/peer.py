@@ -20,6 +20,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import devices
+
 LIMIT_S = 60.0
 
 
@@ -67,7 +69,8 @@ class Peer:
     def __init__(self, method: str = "spawn") -> None:
         context = multiprocessing.get_context(method)
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._devices = devices.take()
+        self.process = context.Process(target=_serve, args=(theirs, {**os.environ, **self._devices}), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -152,6 +155,7 @@ class Peer:
             self.kill()
         self._pipe.close()
         self.process.close()
+        devices.give_back(self._devices)
 
     def _unpack(self, value: Any) -> Any:
         if isinstance(value, Held):
@@ -176,7 +180,9 @@ def _pack(value: Any) -> Any:
     return value
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, environment: dict[str, str]) -> None:
+    # A forkserver has the environment of an earlier test.
+    os.environ.update(environment)
     held: dict[int, Any] = {}
 
     def keep(value: Any) -> Any:
@@ -231,6 +237,7 @@ def _serve(pipe: Connection) -> None:
                 os.environ[args[0]] = args[1]
                 result = None
             elif what == "exit":
+                resolve("conftest_support:reset")()
                 return
             else:
                 raise ValueError(what)

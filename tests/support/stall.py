@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
+import disturbed
+
 from llm_datadist.backends.simulator.faults import Faults
 
 LIMIT_S = 30.0
@@ -19,13 +21,13 @@ R = TypeVar("R", bound="Running")
 def set_faults(dd: Any, **faults: Any) -> Faults:
     """Set faults for all transfers of an engine of this process."""
     made = Faults(**faults)
-    dd._engine.backend.faults = made
+    disturbed.set_faults(dd._engine, made)
     return made
 
 
 def clear_faults(dd: Any) -> None:
     """Let transfers run undisturbed again."""
-    dd._engine.backend.faults = None
+    disturbed.set_faults(dd._engine, None)
 
 
 class Running:

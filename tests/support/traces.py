@@ -10,6 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+import addresses
+
+#: State of a listening socket in /proc/net/tcp.
+LISTEN = "0A"
+
 
 def of(pid: int) -> Counter[str]:
     """Count threads, descriptors by kind, and mappings of ours."""
@@ -25,7 +30,12 @@ def of(pid: int) -> Counter[str]:
 
 
 def names(namespace: str) -> list[str]:
-    """List the abstract sockets of a namespace, one line for a listener and one for each of its connections."""
+    """List the abstract sockets of a namespace, one line for a listener and one for each of its connections.
+
+    Where control runs over TCP, list the listeners of this test run.
+    """
+    if addresses.VARIABLE in os.environ:
+        return _listeners()
     with open("/proc/net/unix") as table:
         return [line.split()[-1] for line in table if f"/{namespace}/" in line]
 
@@ -46,3 +56,16 @@ def wait_for(pid: int, expected: Counter[str]) -> None:
             f"process {pid} holds too much: {found - expected}, too little: {expected - found}"
         )
         time.sleep(0.002)
+
+
+def _listeners() -> list[str]:
+    found = []
+    with open("/proc/net/tcp") as table:
+        for line in table:
+            _, local, _, state, *_ = line.split()
+            if state == LISTEN:
+                host, port = (bytes.fromhex(part)[::-1] for part in local.split(":"))
+                ip = ".".join(str(byte) for byte in host)
+                if ip.startswith(f"127.{os.environ[addresses.VARIABLE]}."):
+                    found.append(f"{ip}:{int.from_bytes(port, 'little')}")
+    return found

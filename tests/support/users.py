@@ -1,4 +1,4 @@
-"""Memory that users bring: anonymous mappings of this process."""
+"""Memory that users bring: anonymous mappings of this process, or what a driver allocates."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import ctypes
 import itertools
 import mmap
 
+import ascend_memory
+import memory
+
+from llm_datadist import Placement
+
 _taken: list[mmap.mmap] = []
 #: Far below where the kernel puts mappings, which is right below the stack, and above programs at fixed addresses.
 _far = itertools.count(0x20_0000_0000, 1 << 20)
 
 
-def take(nbytes: int) -> int:
+def take(nbytes: int, placement: Placement = Placement.DEVICE) -> int:
     """Give the address of fresh memory, which lives until `give_back`."""
+    if memory.in_driver():
+        return ascend_memory.take(nbytes, placement)
     _taken.append(mmap.mmap(-1, nbytes))
     return ctypes.addressof(ctypes.c_char.from_buffer(_taken[-1]))
 
@@ -20,6 +27,7 @@ def take(nbytes: int) -> int:
 def give_back() -> None:
     """Let all of it go."""
     _taken.clear()
+    ascend_memory.give_back()
 
 
 def hole() -> int:

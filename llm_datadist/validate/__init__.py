@@ -1,0 +1,1 @@
+"""``llm-datadist validate``: shows what works on a machine, and how fast."""
