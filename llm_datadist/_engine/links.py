@@ -16,7 +16,7 @@ import select
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -38,6 +38,10 @@ from llm_datadist.status import LLMException, LLMStatusCode
 __all__ = ["Link", "LinkRequest", "Links", "Terms"]
 
 WORKERS = 16
+#: So many of them the clients of one other host may have at the same time: there is always room for those of others.
+HOST_WORKERS = WORKERS // 2
+#: So many admitted clients may wait for a worker; further ones are hung up on.
+MAX_ADMISSIONS = 256
 LIMIT = 512
 #: The most that a server grants a client for a handshake, whatever limit that names.
 HANDSHAKE_NS = 60 * 10**9
@@ -233,10 +237,12 @@ class Links:
         self.ended: Callable[[Link], None] = lambda link: None
         self._epochs = itertools.count(secrets.randbelow(1 << 61) + (1 << 61) << 1, 2)
         self._listeners: list[tuple[Address, socket.socket]] = []
-        #: Admitted clients that wait for a worker; only the service thread looks at them.
-        self._admissions: deque[socket.socket] = deque()
+        #: Admitted clients that wait for a worker, with the host of each; only the service thread looks at them, and
+        #: at the numbers of workers that clients have, in all and by host.
+        self._admissions: deque[tuple[str, socket.socket]] = deque()
         self._paused = False
         self._accepting = 0
+        self._accepting_of: Counter[str] = Counter()
         #: Of the one link or unlink call at a time of KvCacheManager mode.
         self.one_call = Turn()
         #: Clusters that a call is linking to.
@@ -312,8 +318,10 @@ class Links:
         self._carrier.admit(sock, self._admitted)
 
     def _admitted(self, sock: socket.socket) -> None:
-        self._admissions.append(sock)
+        self._admissions.append((_host(sock), sock))
         self._start_workers()
+        if len(self._admissions) > MAX_ADMISSIONS:
+            self._admissions.pop()[1].close()
         # Above the number of workers, further clients wait in the kernel's queue.
         if self._accepting >= WORKERS and not self._paused:
             self._paused = True
@@ -321,12 +329,13 @@ class Links:
                 self._service.pause(listener)
 
     def _start_workers(self) -> None:
-        while self._admissions and self._accepting < WORKERS:
-            sock = self._admissions.popleft()
+        while self._accepting < WORKERS and (admission := self._next_admission()) is not None:
+            self._admissions.remove(admission)
+            host, sock = admission
             if self._closing:
                 sock.close()
                 continue
-            worker = threading.Thread(target=self._serve, args=(sock,), name="llm_datadist link", daemon=True)
+            worker = threading.Thread(target=self._serve, args=(sock, host), name="llm_datadist link", daemon=True)
             try:
                 worker.start()
             except RuntimeError as e:
@@ -334,17 +343,25 @@ class Links:
                 sock.close()
                 continue
             self._accepting += 1
+            self._accepting_of[host] += bool(host)
             self._workers = {*filter(threading.Thread.is_alive, self._workers), worker}
 
-    def _served(self) -> None:
+    def _next_admission(self) -> tuple[str, socket.socket] | None:
+        """Give the client that has waited longest of those whose host has not its full share of the workers."""
+        return next((each for each in self._admissions if self._accepting_of[each[0]] < HOST_WORKERS), None)
+
+    def _served(self, host: str) -> None:
         self._accepting -= 1
+        self._accepting_of[host] -= bool(host)
+        # Else it would remember each host that ever came.
+        self._accepting_of += Counter()
         self._start_workers()
         if self._paused and self._accepting < WORKERS:
             self._paused = False
             for _, listener in self._listeners:
                 self._service.listen(listener, self.accept)
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, sock: socket.socket, host: str) -> None:
         try:
             channel = self._carrier.accepted(sock)
         except (NotThere, OSError) as e:
@@ -356,7 +373,7 @@ class Links:
             except (Gone, TimedOut, Malformed, Unreadable, BackendError, Refused, OSError, ValueError) as e:
                 get_logger().warning("a link with %s did not come about: %s", channel.peer, e)
         finally:
-            self._service.call(self._served)
+            self._service.call(lambda: self._served(host))
 
     @contextmanager
     def _handshake(self, channel: Channel) -> Iterator[None]:
@@ -980,7 +997,7 @@ class Links:
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child, and break every link."""
-        for sock in (*(sock for _, sock in self._listeners), *self._admissions):
+        for _, sock in (*self._listeners, *self._admissions):
             sock.close()
         for channel in list(self._handshakes):
             channel.close()
@@ -1004,6 +1021,15 @@ def _refusal(frame: Frame) -> Exception:
     if frame.number("code") == LLMStatusCode.LLM_PARAM_INVALID.value:
         code = LLMStatusCode.LLM_PARAM_INVALID
     return Refused(code, frame.text("text"))
+
+
+def _host(sock: socket.socket) -> str:
+    """Give the other host that a client is on; "" if it is on this one, by a Unix socket, or gone."""
+    try:
+        name = sock.getpeername()
+    except OSError:
+        return ""
+    return name[0] if isinstance(name, tuple) else ""
 
 
 def _printable(text: str) -> str:

@@ -11,11 +11,12 @@ import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 from llm_datadist._addresses import Address
 from llm_datadist._checks import refused
-from llm_datadist._engine import challenge
+from llm_datadist._engine import challenge, wire
 from llm_datadist._engine.challenge import Role
 from llm_datadist._engine.control import Carrier, Channel, NotThere, Service, TimedOut, remaining
 from llm_datadist._engine.ranktable import devices_of
@@ -25,7 +26,7 @@ from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
 
 __all__ = ["Network"]
 
-#: A client sends its part of the challenge without a pause; that is all the time it gets for it.
+#: A client sends its part of the challenge and its first frame without a pause; that is all the time it gets for them.
 CHALLENGE_NS = 5 * 10**9
 #: A host that stays silent for so long is dead: idle seconds before the first probe, seconds between probes, and all.
 KEEP_IDLE_S = 10
@@ -88,13 +89,20 @@ class Network(Carrier):
         return sock
 
     def admit(self, sock: socket.socket, admitted: Callable[[socket.socket], None]) -> None:
-        """Let a client pass the challenge, here in the service thread, since no step of it waits.
+        """Let a client pass the challenge and say its first frame, here in the service thread: no step of it waits.
 
         So a client that is silent, slow, or a stranger takes up no link worker, and can't keep others from one.
         """
+        self._take(sock, chain(self._challenge(sock), _first_frame(sock)), admitted)
+
+    def admit_any(self, sock: socket.socket, admitted: Callable[[socket.socket], None]) -> None:
+        """Let a client pass the challenge, whatever it says after that; else like `admit`."""
+        self._take(sock, self._challenge(sock), admitted)
+
+    def _take(self, sock: socket.socket, steps: Iterator[int], admitted: Callable[[socket.socket], None]) -> None:
+        """Take the steps that lead to `admitted`; each gives how many bytes must have arrived before the next."""
         sock.setblocking(False)
         deadline_ns = time.monotonic_ns() + CHALLENGE_NS
-        steps = self._challenge(sock)
 
         def step() -> None:
             try:
@@ -111,7 +119,7 @@ class Network(Carrier):
         step()
 
     def _challenge(self, sock: socket.socket) -> Iterator[int]:
-        """Do the server's part; give how many bytes must have arrived before each next step."""
+        """Do the server's part."""
         # What is sent fits any buffer, so that sending does not wait either.
         yield challenge.PREAMBLE_SIZE
         client, server = sock.recv(challenge.PREAMBLE_SIZE), challenge.make_preamble(self._secret)
@@ -177,6 +185,15 @@ class Network(Carrier):
             f"rank_table has no device of rank {rank} with an IP address for its server_id or device_ip",
             status_code=LLMStatusCode.LLM_LINK_FAILED,
         )
+
+
+def _first_frame(sock: socket.socket) -> Iterator[int]:
+    """Have all of it arrive, without taking it; how long it is, is bounded."""
+    yield wire.HEADER.size
+    header = sock.recv(wire.HEADER.size, socket.MSG_PEEK)
+    if len(header) != wire.HEADER.size:
+        raise Malformed("the connection ended before the first frame")
+    yield wire.HEADER.size + wire.payload_size(header)
 
 
 def _socket(address: Address) -> socket.socket:

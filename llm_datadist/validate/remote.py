@@ -70,7 +70,7 @@ def accepting(address: Address) -> Iterator[queue.SimpleQueue[Connection]]:
         def admitted(sock: socket.socket) -> None:
             clients.put(_connection(network.accepted(sock).socket))
 
-        service.listen(listener, lambda sock: network.admit(sock, admitted))
+        service.listen(listener, lambda sock: network.admit_any(sock, admitted))
         try:
             yield clients
         finally:

@@ -45,7 +45,7 @@ class Server:
         self.listener = self.carrier.listen(Address(listen or host(), 0))
         self.address = Address(*self.listener.getsockname()[:2])
         self.channels: queue.SimpleQueue[Channel] = queue.SimpleQueue()
-        self.service.listen(self.listener, lambda sock: self.carrier.admit(sock, self._admitted))
+        self.service.listen(self.listener, lambda sock: self.carrier.admit_any(sock, self._admitted))
 
     def _admitted(self, sock: socket.socket) -> None:
         self.channels.put(self.carrier.accepted(sock))

@@ -22,7 +22,7 @@ from refusals import refuses
 from llm_datadist import LLMRole
 from llm_datadist import LLMStatusCode as Code
 from llm_datadist._addresses import Address
-from llm_datadist._engine import links
+from llm_datadist._engine import links, network
 from llm_datadist._engine.challenge import PREAMBLE_SIZE, make_preamble
 from llm_datadist._engine.communicators import CommState, digest
 from llm_datadist._engine.engine import Engine
@@ -140,8 +140,9 @@ def test_a_taken_port(make: Callable[..., Engine]) -> None:
 # ---------------------------------------------------------------------- bad clients
 
 
-def raw(address: Address) -> socket.socket:
-    return socket.create_connection((address.host, address.port), LIMIT_S)
+def raw(address: Address, at: str = "") -> socket.socket:
+    """Connect, from another host if one is given."""
+    return socket.create_connection((address.host, address.port), LIMIT_S, (at, 0))
 
 
 def hung_up(sock: socket.socket) -> bool:
@@ -199,15 +200,70 @@ def test_clients_without_the_secret(make: Callable[..., Engine], monkeypatch: py
         assert all(map(hung_up, socks))
 
 
-def test_more_clients_than_workers(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that were admitted and say nothing more take turns on the workers, and are hung up on in time."""
-    monkeypatch.setattr(links, "HELLO_NS", 10**8)
+def half_way(client: Engine, address: Address, limit_ms: int, at: str = "") -> socket.socket:
+    """Connect to a server without a secret as this client's engine, from another host; say HELLO, and no more."""
+    sock = raw(address, at)
+    end = client.links
+    hello = end._greeting(end._backend.export(), 0, 1)
+    hello |= {"want": 1, "local": [], "remote": [], "comm": "", "link": "of this test", "limit_ms": limit_ms}
+    sock.sendall(make_preamble(None) + encode(Frame(Kind.HELLO, 0, hello)))
+    return sock
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_clients_that_do_not_say_hello(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take up no link worker until all of it has come, and are hung up on in time."""
+    monkeypatch.setattr(network, "CHALLENGE_NS", LIMIT_S * 10**9)
+    address = free_address()
+    server, client = make(1, address), make(2)
+    hello = encode(Frame(Kind.HELLO, 0, {"export": "x" * 60000}))
+    with contextlib.ExitStack() as closing:
+        socks = [closing.enter_context(raw(address)) for _ in range(200)]
+        for i, sock in enumerate(socks):
+            sock.sendall(make_preamble(None) + (b"", hello[:3], hello[: HEADER.size], hello[:-1])[i % 4])
+        wait_until(lambda: len(server.links._service._silent) == len(socks))
+        link(client, address)
+        assert not server.links._admissions
+        assert len(server.links._service._silent) == len(socks)
+        monkeypatch.setattr(network, "CHALLENGE_NS", 10**8)
+        with raw(address) as late:
+            with contextlib.suppress(ConnectionError):
+                late.sendall(make_preamble(None) + hello[:-1])
+            assert hung_up(late)
+        socks[3].sendall(hello[-1:])
+        assert hung_up(socks[3])
+
+
+def test_half_way_clients_of_one_host(make: Callable[..., Engine]) -> None:
+    """Those that say HELLO and then nothing leave workers to the clients of other hosts; only so many may wait."""
     address = free_address()
     server, client = make(1, address), make(2)
     with contextlib.ExitStack() as closing:
-        socks = [closing.enter_context(raw(address)) for _ in range(3 * links.WORKERS)]
-        for sock in socks:
-            sock.sendall(make_preamble(None))
+        socks = [closing.enter_context(half_way(client, address, 60_000, "127.0.0.9")) for _ in range(200)]
+        wait_until(lambda: len(server.links._admissions) == len(socks) - links.HOST_WORKERS)
+        assert server.links._accepting == links.HOST_WORKERS
+        link(client, address)
+        for _ in range(links.HOST_WORKERS + links.MAX_ADMISSIONS + 1 - len(socks)):
+            socks.append(closing.enter_context(half_way(client, address, 60_000, "127.0.0.9")))
+        assert hung_up(socks[-1])
+        link(client, address)
+        server.close()
+        assert all(map(hung_up, socks))
+
+
+def test_more_clients_than_workers(make: Callable[..., Engine]) -> None:
+    """Those that say HELLO and nothing more take turns on the workers, and are hung up on in time."""
+    address = free_address()
+    server, client = make(1, address), make(2)
+    with contextlib.ExitStack() as closing:
+        hosts = ["127.0.0.8", "127.0.0.9", "127.0.0.10"] * links.WORKERS
+        socks = [closing.enter_context(half_way(client, address, 100, at)) for at in hosts]
         most = 0
         done = threading.Event()
 
@@ -223,6 +279,8 @@ def test_more_clients_than_workers(make: Callable[..., Engine], monkeypatch: pyt
             thread.join(0.001)
         assert done.is_set()
         assert 1 <= most <= links.WORKERS
+        wait_until(lambda: not server.links._accepting)
+        assert not server.links._accepting_of
 
 
 def test_the_end_with_more_clients_than_workers(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,21 +288,17 @@ def test_the_end_with_more_clients_than_workers(make: Callable[..., Engine], mon
     served: list[socket.socket] = []
     serve = links.Links._serve
 
-    def counted(self: links.Links, sock: socket.socket) -> None:
+    def counted(self: links.Links, sock: socket.socket, host: str) -> None:
         served.append(sock)
-        serve(self, sock)
+        serve(self, sock, host)
 
     monkeypatch.setattr(links.Links, "_serve", counted)
     address = free_address()
-    server = make(1, address)
+    server, client = make(1, address), make(2)
     with contextlib.ExitStack() as closing:
-        socks = [closing.enter_context(raw(address)) for _ in range(2 * links.WORKERS)]
-        for sock in socks:
-            sock.sendall(make_preamble(None))
-        end = time.monotonic() + LIMIT_S
-        while server.links._accepting < links.WORKERS:
-            assert time.monotonic() < end
-            time.sleep(0.002)
+        hosts = ["127.0.0.8", "127.0.0.9"] * links.WORKERS
+        socks = [closing.enter_context(half_way(client, address, 60_000, at)) for at in hosts]
+        wait_until(lambda: server.links._accepting == links.WORKERS)
         server.close()
         assert len(served) == links.WORKERS
         assert not [t.name for t in threading.enumerate() if t.name.startswith("llm_datadist link")]
