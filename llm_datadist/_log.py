@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
+import time
 
-__all__ = ["error", "get_logger", "info", "warn"]
+__all__ = ["Seldom", "error", "get_logger", "info", "warn"]
 
 NAME = "LLM_DATADIST"
 LEVEL_VARIABLE = "ASCEND_GLOBAL_LOG_LEVEL"
@@ -15,6 +17,9 @@ FORMAT = (
     "[%(levelname)s] %(name)s(%(process)d,%(processName)s):%(asctime)s.%(msecs)03d "
     "[%(filename)s:%(lineno)d]%(thread)d %(funcName)s: %(message)s"
 )
+
+#: Seconds between two warnings that strangers can cause at will.
+SELDOM_S = 1.0
 
 #: Modules that only pass a message on: the interesting line is the one that called them.
 _PASSING_ON = frozenset({__name__, "llm_datadist._checks", "llm_datadist._manager", "llm_datadist.status"})
@@ -58,6 +63,29 @@ def get_logger() -> logging.Logger:
             logger.addHandler(handler)
         _logger = logger
     return _logger
+
+
+class Seldom:
+    """Warnings that strangers can cause at will: one in a second, with the number of those left out before it.
+
+    Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = 0.0
+        self._left_out = 0
+
+    def warn(self, text: str, *args: object) -> None:
+        """Log as `warn` does, or count."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._next:
+                self._left_out += 1
+                return
+            self._next = now + SELDOM_S
+            left_out, self._left_out = self._left_out, 0
+        warn(f"{text} (and {left_out} such warnings were left out before it)" if left_out else text, *args)
 
 
 def info(text: str, *args: object) -> None:

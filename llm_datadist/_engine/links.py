@@ -31,7 +31,7 @@ from llm_datadist._engine.directory import MAX_LINKS, Directory, MappedDirectory
 from llm_datadist._engine.uses import Turn, Use
 from llm_datadist._engine.wire import Frame, Kind, Malformed
 from llm_datadist._kernels.runs import Plan
-from llm_datadist._log import get_logger
+from llm_datadist._log import Seldom, get_logger
 from llm_datadist.backend import Backend, BackendError, Endpoint, Export, Failure, Pair
 from llm_datadist.status import LLMException, LLMStatusCode
 
@@ -48,6 +48,9 @@ HANDSHAKE_NS = 60 * 10**9
 #: A client that has connected greets at once; silent ones must not keep the workers for long.
 HELLO_NS = 5 * 10**9
 REMEMBERED = 1024
+#: What a client may say of its addresses, which is kept for as long as the link is remembered: texts, and their length.
+MAX_TEXTS = 16
+MAX_CHARACTERS = 64
 REPLY_NS = 10**8
 
 
@@ -242,6 +245,7 @@ class Links:
         self._admissions: deque[tuple[str, socket.socket]] = deque()
         self._paused = False
         self._accepting = 0
+        self._failures = Seldom()
         self._accepting_of: Counter[str] = Counter()
         #: Of the one link or unlink call at a time of KvCacheManager mode.
         self.one_call = Turn()
@@ -321,6 +325,7 @@ class Links:
         self._admissions.append((_host(sock), sock))
         self._start_workers()
         if len(self._admissions) > MAX_ADMISSIONS:
+            self._failures.warn("refused a link: %d clients wait", MAX_ADMISSIONS)
             self._admissions.pop()[1].close()
         # Above the number of workers, further clients wait in the kernel's queue.
         if self._accepting >= WORKERS and not self._paused:
@@ -365,13 +370,13 @@ class Links:
         try:
             channel = self._carrier.accepted(sock)
         except (NotThere, OSError) as e:
-            get_logger().warning("refused a link: %s", e)
+            self._failures.warn("refused a link: %s", e)
         else:
             try:
                 with self._handshake(channel):
                     self._answer(channel)
             except (Gone, TimedOut, Malformed, Unreadable, BackendError, Refused, OSError, ValueError) as e:
-                get_logger().warning("a link with %s did not come about: %s", channel.peer, e)
+                self._failures.warn("a link with %s did not come about: %s", channel.peer, e)
         finally:
             self._service.call(lambda: self._served(host))
 
@@ -442,6 +447,18 @@ class Links:
     def _check_hello(self, frame: Frame) -> None:
         mine = self.terms
         wanted = frame.number("want")
+        for name, texts in (
+            ("local", frame.texts("local")),
+            ("remote", frame.texts("remote")),
+            ("comm", [frame.text("comm")]),
+        ):
+            longest = max(map(len, texts), default=0)
+            if len(texts) > MAX_TEXTS or longest > MAX_CHARACTERS:
+                raise Refused(
+                    LLMStatusCode.LLM_LINK_FAILED,
+                    f"{name} has {len(texts)} texts, the longest of {longest} characters; allowed are {MAX_TEXTS} of "
+                    f"{MAX_CHARACTERS}",
+                )
         if self._closing:
             raise Refused(LLMStatusCode.LLM_LINK_FAILED, "the peer is being finalized")
         if wanted != mine.cluster_id:

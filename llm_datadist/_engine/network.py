@@ -21,7 +21,7 @@ from llm_datadist._engine.challenge import Role
 from llm_datadist._engine.control import Carrier, Channel, NotThere, Service, TimedOut, remaining
 from llm_datadist._engine.ranktable import devices_of
 from llm_datadist._engine.wire import Malformed
-from llm_datadist._log import get_logger
+from llm_datadist._log import Seldom
 from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
 
 __all__ = ["Network"]
@@ -53,6 +53,7 @@ class Network(Carrier):
         self._service = service
         self._secret = secret
         self._allow_insecure = allow_insecure
+        self._refusals = Seldom()
         if secret is None and allow_insecure:
             warnings.warn(
                 "LLM_DATADIST_ALLOW_INSECURE is 1 and there is no secret: whoever reaches the port of this engine can "
@@ -108,7 +109,7 @@ class Network(Carrier):
             try:
                 nbytes = next(steps, 0)
             except (Malformed, OSError) as e:
-                get_logger().warning("refused a client: %s", e)
+                self._refusals.warn("refused a client: %s", e)
                 sock.close()
                 return
             if nbytes:

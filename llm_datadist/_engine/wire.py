@@ -52,7 +52,7 @@ class Frame:
         value = self.body.get(name)
         if type(value) is not int or not 0 <= value <= largest:
             raise Malformed(
-                f"field {name!r} of a {self.kind.name} frame is {value!r}, expected an integer <= {largest}"
+                f"field {name!r} of a {self.kind.name} frame is {value!r:.200}, expected an integer <= {largest}"
             )
         return value
 
@@ -60,14 +60,14 @@ class Frame:
         """Give a field that must be text."""
         value = self.body.get(name)
         if type(value) is not str or not value.isprintable():
-            raise Malformed(f"field {name!r} of a {self.kind.name} frame is {value!a}, expected printable text")
+            raise Malformed(f"field {name!r} of a {self.kind.name} frame is {value!a:.200}, expected printable text")
         return value
 
     def texts(self, name: str) -> list[str]:
         """Give a field that must be a list of texts."""
         value = self.body.get(name)
         if type(value) is not list or not all(type(item) is str for item in value):
-            raise Malformed(f"field {name!r} of a {self.kind.name} frame is {value!r}, expected a list of texts")
+            raise Malformed(f"field {name!r} of a {self.kind.name} frame is {value!r:.200}, expected a list of texts")
         return value
 
     def numbers(self, name: str) -> list[int]:

@@ -5,9 +5,12 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
+from logged import logged
 
+from llm_datadist import _log
 from llm_datadist.utils.log import _find_caller
 
 PROGRAM = """
@@ -63,6 +66,21 @@ def test_format_names_the_caller(tmp_path):
     assert error.endswith("<module>: 100% error")
     assert "[cache_types.py:" in refused
     assert "num_tensors" in refused
+
+
+def test_warnings_that_strangers_cause(monkeypatch):
+    """One in a second, which tells how many were left out."""
+    now = 100.0
+    monkeypatch.setattr(_log, "time", SimpleNamespace(monotonic=lambda: now))
+    seldom = _log.Seldom()
+    with logged() as texts:
+        for number in range(5):
+            seldom.warn("a warning %d", number)
+        now += 1
+        seldom.warn("a warning %d", 5)
+        now += 1
+        seldom.warn("a warning %d", 6)
+    assert texts == ["a warning 0", "a warning 5 (and 4 such warnings were left out before it)", "a warning 6"]
 
 
 def run_as_bottom_frame(module):

@@ -19,7 +19,7 @@ from networked import Networked
 from pairs import options
 from refusals import refuses
 
-from llm_datadist import LLMRole
+from llm_datadist import LLMRole, _log
 from llm_datadist import LLMStatusCode as Code
 from llm_datadist._addresses import Address
 from llm_datadist._engine import links, network
@@ -198,6 +198,23 @@ def test_clients_without_the_secret(make: Callable[..., Engine], monkeypatch: py
         assert server.links._accepting <= 1
         server.close()
         assert all(map(hung_up, socks))
+
+
+def test_warnings_of_bad_clients(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many come, the log does not grow with them, at either step."""
+    monkeypatch.setattr(_log, "SELDOM_S", 1000)
+    address = free_address()
+    server = make(1, address)
+    with logged() as texts:
+        for data in (b"GET / HTTP/1.1\r\n\r\n" * 3, make_preamble(None) + encode(Frame(Kind.PING))):
+            for _ in range(20):
+                with raw(address) as sock:
+                    sock.sendall(data)
+                    assert hung_up(sock)
+        wait_until(lambda: len(texts) >= 2 and not server.links._accepting)
+    assert len(texts) == 2
+    assert "starts with b'GET '" in texts[0]
+    assert "PING" in texts[1]
 
 
 def half_way(client: Engine, address: Address, limit_ms: int, at: str = "") -> socket.socket:
