@@ -84,6 +84,7 @@ def _validate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     _check_backend(parser, arguments)
     if arguments.serve:
         serve(_address(parser, "--serve", arguments.serve), arguments.backend, devices)
+        return 0
     peer = _address(parser, "--peer", arguments.peer) if arguments.peer else None
     if peer is None and len(devices) < 2:
         parser.error(f"--devices is {arguments.devices!r}; without --peer two processes need a device each")

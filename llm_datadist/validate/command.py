@@ -70,7 +70,7 @@ def validate(request: Request) -> bool:
 
 
 def serve(address: Address, backend: str, devices: list[str]) -> None:
-    """Be the peer of validations on other hosts, until Ctrl-C."""
+    """Be the peer of validations on other hosts, until Ctrl-C, or until nobody has come for a long time."""
     serve_at(address, {"LLM_DATADIST_BACKEND": backend, VISIBLE: devices[0]})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,6 +29,7 @@ class Partner:
     """The other process, as the acting one sees it."""
 
     def __init__(self, connection: Connection) -> None:
+        _limit(connection)
         self._connection = connection
         version = self.ask("hello")
         if version != __version__:
@@ -37,6 +39,8 @@ class Partner:
         """Have it do something; `answer` must follow."""
         try:
             self._connection.send_bytes(json.dumps([what, arguments]).encode())
+        except BlockingIOError as e:
+            raise PartnerError(f"the other process did not read within {LIMIT_S:.0f} s") from e
         except OSError as e:
             raise PartnerError(f"the other process has ended ({e.strerror})") from e
 
@@ -46,6 +50,8 @@ class Partner:
             if not self._connection.poll(LIMIT_S):
                 raise PartnerError(f"the other process did not answer within {LIMIT_S:.0f} s")
             error, result = json.loads(self._connection.recv_bytes(_MOST_BYTES))
+        except BlockingIOError as e:
+            raise PartnerError(f"the other process stopped within an answer for {LIMIT_S:.0f} s") from e
         except (EOFError, ConnectionError) as e:
             raise PartnerError("the other process has ended") from e
         if error:
@@ -70,6 +76,7 @@ def serve(connection: Connection, address: Address | None) -> None:
     """
     from llm_datadist.validate import environment, transfers, words
 
+    _limit(connection)
     with control_of(connection) as control, transfers.Target(address) as engine, words.Target(control) as memory:
         calls: Mapping[str, Callable[..., object]] = {
             "hello": lambda: __version__,
@@ -83,6 +90,17 @@ def serve(connection: Connection, address: Address | None) -> None:
                 connection.send_bytes(json.dumps(answer).encode())
         except (EOFError, ConnectionError):  # the acting process has ended, as it always does
             return
+        except BlockingIOError:  # it hangs within a message
+            return
+
+
+def _limit(connection: Connection) -> None:
+    """Have no part of a message waited for longer than that: `poll` tells of its first byte only."""
+    seconds = int(LIMIT_S)
+    limit = struct.pack("@ll", seconds, int((LIMIT_S - seconds) * 1e6))
+    with control_of(connection) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def _do(calls: Mapping[str, Callable[..., object]], request: bytes) -> tuple[str, object]:

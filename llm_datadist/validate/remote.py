@@ -23,6 +23,8 @@ __all__ = ["accepting", "connect_to", "serve_at"]
 CONNECT_S: Final = 10.0
 #: A partner ends by itself when it is asked for nothing; this is for one that hangs.
 PARTNER_LIMIT_S: Final = 3600.0
+#: Between two clients; the conformance suite of the acting host may lie between them.
+SERVE_LIMIT_S: Final = 12 * 3600.0
 
 
 @contextmanager
@@ -41,7 +43,7 @@ def connect_to(address: Address) -> Connection:
 
 
 def serve_at(address: Address, environment: dict[str, str]) -> None:
-    """Start a partner for each client, one after the other, until Ctrl-C.
+    """Start a partner for each client, one after the other, until Ctrl-C, or until nobody has come for a long time.
 
     Parameters
     ----------
@@ -53,7 +55,11 @@ def serve_at(address: Address, environment: dict[str, str]) -> None:
     with accepting(address) as clients:
         print(f"llm-datadist: serving at {address}; Ctrl-C ends it", flush=True)
         while True:
-            connection = clients.get()
+            try:
+                connection = clients.get(timeout=SERVE_LIMIT_S)
+            except queue.Empty:
+                print(f"llm-datadist: nobody came within {SERVE_LIMIT_S:.0f} s", flush=True)
+                return
             child = Child(
                 "llm_datadist.validate.partner:serve", environment, connection, Address(address.host, address.port + 1)
             )

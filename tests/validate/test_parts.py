@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
+import os
 import threading
 from multiprocessing import Pipe
 from xml.etree import ElementTree
 
 import pytest
+from hosts import free_address
 
-from llm_datadist.validate import conformance, transfers, words
+from llm_datadist._version import __version__
+from llm_datadist.validate import conformance, partner, remote, transfers, words
 from llm_datadist.validate.partner import Partner, PartnerError, serve
 from llm_datadist.validate.processes import checks_of
 from llm_datadist.validate.report import check_lines, summary, write_junit
@@ -84,6 +88,41 @@ def test_a_partner_answers_what_it_can_not_do_and_ends_with_the_other():
     theirs.close()
     with pytest.raises(PartnerError, match="has ended"):
         partner.ask("hello")
+
+
+def test_a_process_that_stops_within_a_message_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(partner, "LIMIT_S", 0.5)
+    for half in (b"\0", b"\0\0\0\x09[1,"):
+        ours, theirs = Pipe()
+        with ours, theirs:
+            os.write(theirs.fileno(), half)
+            with pytest.raises(PartnerError, match="stopped within an answer"):
+                Partner(ours)
+        ours, theirs = Pipe()
+        with ours, theirs:
+            os.write(ours.fileno(), half)
+            serve(theirs, None)
+
+
+def test_a_process_that_does_not_read_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(partner, "LIMIT_S", 0.5)
+    ours, theirs = Pipe()
+    with ours, theirs:
+        theirs.send_bytes(json.dumps(["", __version__]).encode())
+        acting = Partner(ours)
+
+        def fill() -> None:
+            for _ in range(1000):
+                acting.start("store", text="x" * 60000)
+
+        with pytest.raises(PartnerError, match="did not read"):
+            fill()
+
+
+def test_serving_ends_when_nobody_comes(monkeypatch, capsys):
+    monkeypatch.setattr(remote, "SERVE_LIMIT_S", 0.1)
+    remote.serve_at(free_address(), {})
+    assert "nobody came" in capsys.readouterr().out
 
 
 def test_a_partner_of_another_version_is_refused():
