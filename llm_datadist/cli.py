@@ -65,6 +65,9 @@ def _add_validate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", default="0,1", help="physical ids, one for each process on this host (default: 0,1)"
     )
+    parser.add_argument(
+        "--local-comm-res", metavar="FILES", help="files with llm.LocalCommRes, one for each of --devices, with commas"
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--peer", metavar="IP:PORT", help="the other process runs on that host, where --serve does")
     where.add_argument("--serve", metavar="IP:PORT", help="be that host; the port above is used too")
@@ -81,9 +84,10 @@ def _validate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     devices = arguments.devices.split(",")
     if not all(device.isascii() and device.isdigit() for device in devices):
         parser.error(f"--devices is {arguments.devices!r}; allowed are numbers with commas between them")
+    tables = _tables(parser, arguments, len(devices))
     _check_backend(parser, arguments)
     if arguments.serve:
-        serve(_address(parser, "--serve", arguments.serve), arguments.backend, devices)
+        serve(_address(parser, "--serve", arguments.serve), arguments.backend, devices, tables)
         return 0
     peer = _address(parser, "--peer", arguments.peer) if arguments.peer else None
     if peer is None and len(devices) < 2:
@@ -95,6 +99,7 @@ def _validate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
         Request(
             arguments.backend,
             devices,
+            tables,
             peer,
             steps,
             arguments.conformance,
@@ -104,6 +109,16 @@ def _validate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
         )
     )
     return 0 if passed else 1
+
+
+def _tables(parser: argparse.ArgumentParser, arguments: argparse.Namespace, count: int) -> list[str]:
+    names = arguments.local_comm_res.split(",") if arguments.local_comm_res else []
+    if names and len(names) != count:
+        parser.error(f"--local-comm-res is {arguments.local_comm_res!r}; allowed is one file for each of --devices")
+    try:
+        return [Path(name).read_text() for name in names]
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"--local-comm-res is {arguments.local_comm_res!r}: {error}")
 
 
 def _check_backend(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

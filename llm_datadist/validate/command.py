@@ -15,7 +15,7 @@ from typing import Final
 from llm_datadist._addresses import Address
 from llm_datadist._version import __version__
 from llm_datadist.validate.conformance import run_suite
-from llm_datadist.validate.environment import VISIBLE
+from llm_datadist.validate.environment import of_process
 from llm_datadist.validate.processes import Child, checks_of
 from llm_datadist.validate.remote import connect_to, serve_at
 from llm_datadist.validate.report import check_lines, summary, write_json, write_junit
@@ -37,6 +37,8 @@ class Request:
     backend: str
     #: As ``ASCEND_RT_VISIBLE_DEVICES`` counts them; one for each process.
     devices: list[str]
+    #: ``llm.LocalCommRes`` of each; empty for none.
+    tables: list[str]
     #: Where ``--serve`` runs; None for both processes on this host.
     peer: Address | None
     steps: list[str]
@@ -69,9 +71,9 @@ def validate(request: Request) -> bool:
     return report.passed
 
 
-def serve(address: Address, backend: str, devices: list[str]) -> None:
+def serve(address: Address, backend: str, devices: list[str], tables: list[str]) -> None:
     """Be the peer of validations on other hosts, until Ctrl-C, or until nobody has come for a long time."""
-    serve_at(address, {"LLM_DATADIST_BACKEND": backend, VISIBLE: devices[0]})
+    serve_at(address, {"LLM_DATADIST_BACKEND": backend, **of_process(devices[:1], tables[:1])})
 
 
 def _checks(step: Step, request: Request) -> Iterator[Check]:
@@ -92,7 +94,7 @@ def _checks(step: Step, request: Request) -> Iterator[Check]:
 
 
 def _environment(request: Request) -> Iterator[Check]:
-    here = {VISIBLE: ",".join(request.devices)}
+    here = of_process(request.devices, request.tables)
     yield from checks_of(f"{_MODULES}.environment:look", here, ENVIRONMENT_LIMIT_S)
     if request.peer is not None:
         with _partner(request) as connection:
@@ -102,7 +104,7 @@ def _environment(request: Request) -> Iterator[Check]:
 
 def _pair(name: str, request: Request) -> Iterator[Check]:
     with _partner(request) as connection:
-        here = {VISIBLE: request.devices[0]}
+        here = of_process(request.devices[:1], request.tables[:1])
         yield from checks_of(_ACTING[name], here, PAIR_LIMIT_S, connection, request.quick, keep=connection)
 
 
@@ -114,7 +116,7 @@ def _partner(request: Request) -> Iterator[Connection]:
             yield connection
         return
     ours, theirs = multiprocessing.Pipe()
-    child = Child(f"{_MODULES}.partner:serve", {VISIBLE: request.devices[1]}, theirs, None)
+    child = Child(f"{_MODULES}.partner:serve", of_process(request.devices[1:2], request.tables[1:2]), theirs, None)
     theirs.close()
     try:
         with ours:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,7 @@ from llm_datadist._version import __version__
 from llm_datadist.backend import BackendError
 from llm_datadist.backends.acl.devices import Device, claim
 from llm_datadist.backends.acl.library import open_library
-from llm_datadist.backends.acl.local_comm_res import Given
+from llm_datadist.backends.acl.local_comm_res import parse_local_comm_res
 from llm_datadist.backends.acl.probe import Installed, Probe, probe
 from llm_datadist.backends.acl.products import Product
 from llm_datadist.backends.acl.sides import find_sides
@@ -25,10 +26,12 @@ from llm_datadist.backends.acl.topology import HCCN_CONF, HCCN_TOOL, INTRA_ROCE_
 from llm_datadist.validate.partner import Partner
 from llm_datadist.validate.results import Check, Outcome, explained
 
-__all__ = ["VISIBLE", "described", "look", "look_there"]
+__all__ = ["described", "look", "look_there", "of_process", "table"]
 
 #: Which devices a process has; in it they count from 0.
 VISIBLE: Final = "ASCEND_RT_VISIBLE_DEVICES"
+#: What ``llm.LocalCommRes`` says of each of them: a list in JSON.
+TABLES: Final = "LLM_DATADIST_VALIDATE_LOCAL_COMM_RES"
 #: What the driver reads beside it: they change how links are made, so both sides of one need the same.
 _VARIABLES: Final = (
     INTRA_ROCE_VARIABLE,
@@ -48,6 +51,17 @@ _WITHOUT: Final = {
     "aclrtGetDeviceInfo": "on A3, give super_device_id and super_pod_id in llm.LocalCommRes",
 }
 _GIB: Final = 1 << 30
+
+
+def of_process(devices: Sequence[str], tables: Sequence[str]) -> dict[str, str]:
+    """Give the environment of a process that is to have these devices, and tables about them or none."""
+    return {VISIBLE: ",".join(devices), TABLES: json.dumps(list(tables))}
+
+
+def table(device: int) -> str:
+    """Give what ``llm.LocalCommRes`` says of a device of this process; empty for nothing."""
+    tables = json.loads(os.environ.get(TABLES, "[]"))
+    return str(tables[device]) if tables else ""
 
 
 def described() -> list[dict[str, Any]]:
@@ -137,7 +151,7 @@ def _devices() -> Iterator[Check]:
         with ExitStack() as undo:
             library = open_library(os.environ)
             for device in claim(library, range(len(names)), undo):
-                side = find_sides(library, [device], Given(), os.environ)[0]
+                side = find_sides(library, [device], parse_local_comm_res(table(device.id)), os.environ)[0]
                 yield _device(f"device {names[device.id]}", device, side)
     except BackendError as error:
         remedy = "look whether the driver sees it, in a container whether it is passed on, and who else uses it"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole, Placement
 from llm_datadist._addresses import Address
 from llm_datadist.cache_types import Cache
+from llm_datadist.validate.environment import table
 from llm_datadist.validate.partner import Partner, count
 from llm_datadist.validate.results import Check, Outcome
 
@@ -64,6 +65,7 @@ def _engine(cluster_id: int, cache_bytes: int, listen: Address | None) -> LLMDat
     config.device_id = 0
     config.enable_cache_manager = True
     config.enable_remote_cache_accessible = True
+    config.local_comm_res = table(0)
     config.sync_kv_timeout = TRANSFER_MS
     # Room for alignment, and for what other blocks leave unused.
     config.mem_pool_cfg = json.dumps({"memory_size": cache_bytes + (16 << 20)})

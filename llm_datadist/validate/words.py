@@ -16,7 +16,9 @@ from multiprocessing.connection import Connection
 from typing import Final
 
 from llm_datadist._kernels.runs import Bases, Plan, span_runs
+from llm_datadist._options import LOCAL_COMM_RES
 from llm_datadist.backend import Backend, Endpoint, Export, MemoryKind, Pair, Region, make_backend
+from llm_datadist.validate.environment import table
 from llm_datadist.validate.partner import Partner, control_of, count
 from llm_datadist.validate.results import Check, Outcome
 
@@ -41,7 +43,7 @@ class Memory:
         self._stack = ExitStack()
         self._backend: Backend = make_backend(os.environ["LLM_DATADIST_BACKEND"])
         self._endpoint: Endpoint | None = None
-        self._backend.open([0], {})
+        self._backend.open([0], {LOCAL_COMM_RES: table(0)})
         self._stack.callback(self._backend.close)
         self._region: Region = self._backend.reserve(0, POOL_BYTES, MemoryKind.DEVICE)
         self._backend.store(self._region.address, bytes(WORDS * WORD_BYTES))

@@ -210,6 +210,30 @@ def test_an_older_runtime_is_told_by_what_it_lacks(tmp_path):
     assert "does not tell device_id: give it in llm.LocalCommRes" in output
 
 
+def test_tables_tell_what_an_older_runtime_does_not(machine, tmp_path):
+    """Each process gets the table of its device, here and at the peer."""
+    acl, hccl = ascend.build(tmp_path, lacks=NEWER_THAN_8_1)
+    older = {**machine, "LLM_DATADIST_ACL_LIBRARY": str(acl), "LLM_DATADIST_HCCL_LIBRARY": str(hccl)}
+    files = [tmp_path / f"{device}.json" for device in (2, 3)]
+    for device, file in zip((2, 3), files, strict=True):
+        file.write_text(ascend.server("192.0.2.10", device)["llm.LocalCommRes"])
+    steps = ["--quick", "--only", "environment,transfers,words"]
+    code, output = run("--devices", "2,3", "--local-comm-res", f"{files[0]},{files[1]}", *steps, **older)
+    assert code == 0, output
+    assert "198.51.100.12" in output
+    assert "198.51.100.13" in output
+    address = serve_address()
+    secret = {"LLM_DATADIST_SECRET": SECRET}
+    serve = ["--serve", address, "--devices", "3", "--local-comm-res", str(files[1])]
+    with command(*serve, **older, **secret) as serving:
+        assert serving.stdout is not None
+        assert f"serving at {address}" in serving.stdout.readline()
+        here = ["--peer", address, "--devices", "2", "--local-comm-res", str(files[0])]
+        code, output = run(*here, *steps, **older, **secret)
+        assert code == 0, output
+        serving.send_signal(signal.SIGINT)
+
+
 def serve_address() -> str:
     """Give an address whose host no other process of the machine uses."""
     return "127.{}.{}.{}:26100".format(*(os.getpid() | 64 << 16).to_bytes(3, "big"))
@@ -245,6 +269,8 @@ def test_an_absent_peer_is_a_failure(machine):
     [
         (["--devices", "0"], "without --peer two processes need a device each"),
         (["--devices", "0;1"], "allowed are numbers"),
+        (["--local-comm-res", "one.json"], "allowed is one file for each of --devices"),
+        (["--local-comm-res", "/nowhere/a,/nowhere/b"], "No such file"),
         (["--only", "transfer"], "allowed are environment, conformance, transfers, words"),
         (["--backend", "auto"], "what is validated must be known"),
         (["--backend", "none"], "allowed are auto, acl"),
