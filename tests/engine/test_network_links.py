@@ -266,9 +266,12 @@ def test_half_way_clients_of_one_host(make: Callable[..., Engine]) -> None:
         wait_until(lambda: len(server.links._admissions) == len(socks) - links.HOST_WORKERS)
         assert server.links._accepting == links.HOST_WORKERS
         link(client, address)
-        for _ in range(links.HOST_WORKERS + links.MAX_ADMISSIONS + 1 - len(socks)):
+        for _ in range(links.HOST_WORKERS + links.MAX_ADMISSIONS - len(socks)):
             socks.append(closing.enter_context(half_way(client, address, 60_000, "127.0.0.9")))
+        wait_until(lambda: len(server.links._admissions) == links.MAX_ADMISSIONS)
+        socks.append(closing.enter_context(half_way(client, address, 60_000, "127.0.0.9")))
         assert hung_up(socks[-1])
+        assert len(server.links._admissions) == links.MAX_ADMISSIONS
         link(client, address)
         server.close()
         assert all(map(hung_up, socks))
