@@ -138,11 +138,11 @@ def test_others_do_not_meet(crowd: Callable[..., list[Member]], what: str) -> No
     one, other = crowd(2, link_total_time=1)
     ranks = {10: 0, 11: 1}
     comms = [
-        one.dd.link("name", ranks, table(ips(2))),
+        one.dd.link("name", ranks, table(ips(3))),
         other.dd.link(
             "other" if what == "name" else "name",
             {10: 0, 11: 2} if what == "ranks" else ranks,
-            table([host("192.168.10.9"), host("192.168.10.1")] if what == "address" else ips(2)),
+            table([host("192.168.10.9"), *ips(3)[1:]] if what == "address" else ips(3)),
         ),
     ]
     settle([one, other], comms, "FAILED")
