@@ -165,6 +165,8 @@ class Caches:
         self._spendable: list[Binding] = []
         self._spendable_words = array("Q")
         self._ended_views: deque[Cache] = deque()
+        #: Operations that failed with bytes on their way.
+        self._late: deque[Use] = deque()
         self._pinned: list[Cache] = []
         self._pooled = any(pool.region.kind is MemoryKind.DEVICE for pool in self._pools)
         #: Says of a link slot whether its peer can't write any more; set by the engine once there are links.
@@ -281,11 +283,12 @@ class Caches:
                     if not cache.withdrawn:
                         self._withdraw(cache)
                     self._look_at_pins(cache)
+                    self._end_late()
                     if not cache.users and not cache.pinned_by:
                         for binding in list(cache.bindings.values()):
                             self._unbind(binding)
-                        self._free(cache)
                         ended = True
+                        self._free(cache)
                         return
                 if time.monotonic_ns() > deadline_ns:
                     raise LLMException(
@@ -294,6 +297,12 @@ class Caches:
                         status_code=codes.timeout_code(self._cache_manager),
                     )
                 time.sleep(0.001)
+        except BackendError as e:
+            told = codes.exception_of(e, self._cache_manager)
+            raise LLMException(
+                f"cache {cache_id} is unregistered here, but the driver keeps its memory: {told}",
+                status_code=told.status_code,
+            ) from e
         finally:
             if not ended:
                 # Out of time, or interrupted: the user goes on to own a registered cache.
@@ -533,6 +542,7 @@ class Caches:
             for binding in [self._spendable[i] for i in self._board.spent(self._spendable_words)]:
                 self._unbind(binding)
                 self._release_if_unused(binding.cache)
+        self._end_late()
         while self.dropped:
             cache_id = self.dropped.popleft()
             get_logger().info("cache %d was collected without deallocate_cache: deallocating it", cache_id)
@@ -594,7 +604,10 @@ class Caches:
             return cache
 
     def end(self, use: Use) -> None:
-        """Stop to use the memory of all caches that an operation has."""
+        """Stop to use the memory of all caches that an operation has, once no bytes come to it any more."""
+        if use.until is not None and not use.until():
+            self._late.append(use)
+            return
         for cache_id in use.caches:
             cache = self._caches.get(cache_id)
             if cache is not None:
@@ -602,6 +615,19 @@ class Caches:
                 # As in `begin`: whoever let it go meanwhile has seen this user, or has marked it before this look.
                 if not cache.held and not cache.users:
                     self._end_of_use(cache)
+
+    def _end_late(self) -> None:
+        for _ in range(len(self._late)):
+            use = self._late.popleft()
+            if use.until is not None and not use.until():
+                self._late.append(use)
+                continue
+            for cache_id in use.caches:
+                cache = self._caches.get(cache_id)
+                if cache is not None:
+                    cache.users.discard(use)
+                    if not cache.users and cache.withdrawn and not cache.registered:
+                        self._release_if_unused(cache)
 
     def _end_of_use(self, cache: Cache) -> None:
         with self._lock:
@@ -640,7 +666,10 @@ class Caches:
                 for binding in list(cache.bindings.values()):
                     self._unbind(binding)
                 cache.held = False
-                self._release_if_unused(cache)
+                try:
+                    self._release_if_unused(cache)
+                except BackendError as e:
+                    get_logger().error("cache %d is gone, but the driver keeps its memory: %s", cache.id, e.text)
         finally:
             self._lock.release()
         while any(cache.registered for cache in self._pinned) and time.monotonic_ns() < deadline_ns:
@@ -655,6 +684,8 @@ class Caches:
             if time.monotonic_ns() > deadline_ns:
                 return False
             time.sleep(0.001)
+            with self._lock:
+                self._end_late()
         return True
 
     def _unpulled(self) -> str | None:

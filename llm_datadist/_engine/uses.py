@@ -24,12 +24,14 @@ __all__ = ["Owner", "Turn", "Use", "with_use"]
 class Use:
     """One running operation; its identity is what the things that it takes record."""
 
-    __slots__ = ("caches", "link", "pin", "what")
+    __slots__ = ("caches", "link", "pin", "until", "what")
 
     def __init__(self) -> None:
         self.caches: list[int] = []
         self.link: Link | None = None
         self.pin: tuple[PeerBoard, int] | None = None
+        #: Where bytes may be on their way to the caches after the operation: says when that is over.
+        self.until: Callable[[], bool] | None = None
         #: What is moved, for the text of a failure: a key with a slot, or an address.
         self.what: tuple[Key, int] | int = 0
 
