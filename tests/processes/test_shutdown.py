@@ -26,7 +26,7 @@ if mode == "cm":
 dd = LLMDataDist(LLMRole.DECODER, 2)
 dd.init(config.generate_options())
 manager = dd.cache_manager if mode == "cm" else dd.kv_cache_manager
-desc = CacheDesc(4, [1, 64 << 20], DataType.DT_UINT8)
+desc = CacheDesc(4, [1, 16 << 20], DataType.DT_UINT8)
 started = threading.Event()
 
 if what == "copy":
@@ -37,7 +37,7 @@ else:
     memory = mmap.mmap(-1, 4 * desc.size)
     at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     host = KvCache.create_cpu_cache(
-        CacheDesc(4, [1, 64 << 20], DataType.DT_UINT8, placement=Placement.HOST), [at + i * desc.size for i in range(4)]
+        CacheDesc(4, [1, 16 << 20], DataType.DT_UINT8, placement=Placement.HOST), [at + i * desc.size for i in range(4)]
     )
     step = lambda: manager.swap_blocks(host, mine, {0: 0})
 
