@@ -40,6 +40,7 @@ SPARSE_TABLE_BYTES = 256 << 20
 DENSE_TABLE_BYTES = 1 << 20
 CLUSTERS_PER_CALL = 16
 CLOSE_NS = 5 * 10**9
+STOP_NS = 10**9
 
 
 class Engine:
@@ -316,7 +317,8 @@ class Engine:
     def _close_memory(self, deadline_ns: int) -> None:
         if self.backend.capabilities.mapped_words:
             self._service.run(self._directory.let_go)
-        stopped = self._service.stop(deadline_ns)
+        # It ends soon, even where the time has gone to something else.
+        stopped = self._service.stop(max(deadline_ns, time.monotonic_ns() + STOP_NS))
         idle = self._links_ended and self.caches.wait_unused(deadline_ns) and stopped
         if idle and self._loading.acquire(timeout=remaining(deadline_ns)):
             try:
