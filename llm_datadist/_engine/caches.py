@@ -6,6 +6,7 @@ they have pulled is collected from the board before every step that could depend
 
 from __future__ import annotations
 
+import functools
 import itertools
 import secrets
 import threading
@@ -15,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Concatenate, ParamSpec, TypeVar
 
 from llm_datadist._engine import codes
 from llm_datadist._engine.board import Board
@@ -140,6 +142,28 @@ class View:
         self._ended.append(self._cache)
 
 
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+def while_open(method: Callable[Concatenate[Caches, Args], Result]) -> Callable[Concatenate[Caches, Args], Result]:
+    """Refuse a method once the table is closed, and let the end of the engine wait for those that run."""
+
+    @functools.wraps(method)
+    def run(self: Caches, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        token = object()
+        try:
+            # First the token, then the look: who closes does it the other way round, so one of the two sees the other.
+            self._inside.add(token)
+            if self._closed:
+                raise LLMException("the engine was finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
+            return method(self, *args, **kwargs)
+        finally:
+            self._inside.discard(token)
+
+    return run
+
+
 class Caches:
     """The table of caches. All methods are thread-safe."""
 
@@ -154,6 +178,9 @@ class Caches:
         # A table of fixed size is a limit of what may be asked for; one that grows ends with the memory.
         sparse = backend.capabilities.sparse
         self._table_full = self._out_of_memory() if sparse else LLMStatusCode.LLM_PARAM_INVALID
+        self._closed = False
+        #: Calls that use the directory, the board or a pool now.
+        self._inside: set[object] = set()
         self._lock = threading.Lock()
         self._caches: dict[int, Cache] = {}
         self._keys: dict[Key, Binding] = {}
@@ -176,6 +203,7 @@ class Caches:
 
     # ------------------------------------------------------------------ allocation
 
+    @while_open
     def allocate(self, geometry: Geometry, keys: Sequence[Key | None]) -> Cache:
         """Allocate a cache and bind ``keys[i]`` to slot i (the blocks key of a blocks cache: slot 0)."""
         slot_of = {key: slot for slot, key in enumerate(keys) if key is not None}
@@ -226,6 +254,7 @@ class Caches:
             if key in self._keys:
                 self._refuse_bound(key)
 
+    @while_open
     def register(
         self,
         geometry: Geometry,
@@ -256,9 +285,22 @@ class Caches:
                     self._unbind(bound)
             return cache
         finally:
-            if not published:
+            if not published and not self._forget_registered(where):
                 self._backend.unregister(where, geometry.tensor_bytes)
 
+    def _forget_registered(self, where: Sequence[tuple[Region, int]]) -> bool:
+        """Forget a cache of the user's memory whose publication was interrupted; say whether there was one."""
+        with self._lock:
+            for cache in self._caches.values():
+                if cache.registered is where:
+                    for binding in list(cache.bindings.values()):
+                        self._unbind(binding)
+                    self._withdraw(cache)
+                    self._free(cache)
+                    return True
+        return False
+
+    @while_open
     def unregister(self, cache_id: int, deadline_ns: int) -> None:
         """Forget a registered cache as soon as no transfer uses it; ids of anything else are harmless.
 
@@ -290,6 +332,8 @@ class Caches:
                         ended = True
                         self._free(cache)
                         return
+                if self._closed:
+                    raise LLMException("the engine was finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
                 if time.monotonic_ns() > deadline_ns:
                     raise LLMException(
                         f"cache {cache_id} is still used by a transfer, so it stays registered: "
@@ -454,6 +498,7 @@ class Caches:
 
     # ------------------------------------------------------------------ release
 
+    @while_open
     def deallocate(self, cache_id: int) -> None:
         """Drop the handle's reference. Unknown ids and a second call are harmless."""
         with self._lock:
@@ -475,6 +520,7 @@ class Caches:
             self._directory.replace(cache.entry, Key(CACHE, cache.id, 0), entry)
         self._release_if_unused(cache)
 
+    @while_open
     def remove_key(self, key: Key) -> None:
         """Remove a binding at once; an unknown key is harmless."""
         with self._lock:
@@ -631,10 +677,12 @@ class Caches:
 
     def _end_of_use(self, cache: Cache) -> None:
         with self._lock:
-            still_there = self._caches.get(cache.id) is cache
+            # The end of the engine may have given the memory back already.
+            still_there = not self._closed and self._caches.get(cache.id) is cache
             if still_there and not cache.users and cache.withdrawn and not cache.registered:
                 self._release_if_unused(cache)
 
+    @while_open
     def view(self, cache_id: int) -> tuple[Cache, View]:
         """Give a cache, and an object that keeps its memory while it lives."""
         with self._lock:
@@ -645,6 +693,7 @@ class Caches:
             cache.views += 1
             return cache, view
 
+    @while_open
     def used(self) -> list[int]:
         """Bytes in use in each pool."""
         with self._lock:
@@ -656,6 +705,7 @@ class Caches:
 
         Waits, until the deadline, for peers that are still writing into memory that the user may free next.
         """
+        self._closed = True
         # With a time limit: a signal handler that finalizes may have interrupted the very thread that holds the lock.
         if not self._lock.acquire(timeout=max(deadline_ns - time.monotonic_ns(), 0) / 1e9):
             return "the table of caches was in use, so nothing was withdrawn"
@@ -679,8 +729,8 @@ class Caches:
         return left
 
     def wait_unused(self, deadline_ns: int) -> bool:
-        """Wait until no operation of this process uses any cache's memory; say whether that came."""
-        while any(cache.users for cache in list(self._caches.values())):
+        """Wait until no operation of this process uses the tables or any cache's memory; say whether that came."""
+        while self._inside or any(cache.users for cache in list(self._caches.values())):
             if time.monotonic_ns() > deadline_ns:
                 return False
             time.sleep(0.001)

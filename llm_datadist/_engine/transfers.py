@@ -361,6 +361,8 @@ class Transfers:
         finally:
             if use.pin is not None:
                 link.board.unpin(link.peer_slot)
+                # Once the link is given back, the pin is another's.
+                use.pin = None
 
     # ------------------------------------------------------------------ failures
 

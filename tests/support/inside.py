@@ -31,6 +31,7 @@ from llm_datadist import (
     LLMStatusCode,
 )
 from llm_datadist._engine.control import Channel
+from llm_datadist._engine.directory import MAX_LINKS
 from llm_datadist._engine.wire import Frame, Kind
 from llm_datadist.backends.simulator.faults import Faults
 from llm_datadist.backends.simulator.limits import Room
@@ -106,6 +107,12 @@ def pull_layers(key: CacheKey, parts: Sequence[tuple[int, int] | None]) -> int |
 def used() -> list[int]:
     """Give the bytes that are in use, after a look at what peers have spent."""
     return _instance()._engine.caches.used()  # type: ignore[union-attr]
+
+
+def pins() -> list[int]:
+    """Give the generations of memory that peers say they are writing into."""
+    board = _instance()._engine.caches._board  # type: ignore[union-attr]
+    return [generation for slot in range(MAX_LINKS) if (generation := board.pin(slot))]
 
 
 def drop(cache_id: int) -> None:
