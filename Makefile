@@ -41,7 +41,7 @@ test-acl: $(VENV)/test.extra
 # Non-temporal stores are not seen by the sanitizer, so the plain kernels run.
 test-acl-asan: .cache/asan/made
 	$(RUN) LD_PRELOAD=$$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 LLM_DATADIST_KERNEL=plain FAKE_ASCEND_SANITIZE=1 \
-		.cache/asan/bin/pytest -q -n auto --backend acl tests/conformance
+		.cache/asan/bin/pytest -q -n auto --timeout 600 --backend acl tests/conformance
 
 lint: $(VENV)/lint.extra
 	$(BIN)/ruff check
