@@ -278,7 +278,7 @@ class KvCacheManager(Manager):
         self._engine.require_open()
         if self._role is not LLMRole.DECODER:
             self._require_role("pull_cache", LLMRole.DECODER)
-        if not isinstance(cache_key, (CacheKey, CacheKeyByIdAndIndex)):
+        if type(cache_key) is not CacheKey:
             check_isinstance("cache_key", cache_key, [CacheKey, CacheKeyByIdAndIndex], allow_none=False)
         self._device_cache("kv_cache", kv_cache)
         int64("size", size)
@@ -349,7 +349,7 @@ class KvCacheManager(Manager):
         self._engine.require_open()
         if self._role is not LLMRole.DECODER:
             self._require_role("pull_blocks", LLMRole.DECODER)
-        if not isinstance(prompt_cache_key, BlocksCacheKey):
+        if type(prompt_cache_key) is not BlocksCacheKey:
             typed("prompt_cache_key", prompt_cache_key, BlocksCacheKey)
         self._device_cache("decoder_kv_cache", decoder_kv_cache)
         source, destination = self._check_block_lists("prompt_blocks", prompt_blocks, "decoder_blocks", decoder_blocks)
@@ -588,5 +588,4 @@ class KvCacheManager(Manager):
 
 
 def _load(engine: Engine, view: object, address: int, nbytes: int) -> bytes:
-    engine.require_open()
     return engine.load(address, nbytes)

@@ -12,10 +12,21 @@ class Intervals:
     """Intervals of pages or bytes. Not thread safe."""
 
     def __init__(self) -> None:
-        self._begins: list[int] = []
-        self._ends: list[int] = []
-        #: How many integers are in the set.
-        self.total = 0
+        # One attribute, so that a signal between two steps leaves the former set or the new one.
+        self._spans: tuple[list[int], list[int]] = ([], [])
+
+    @property
+    def _begins(self) -> list[int]:
+        return self._spans[0]
+
+    @property
+    def _ends(self) -> list[int]:
+        return self._spans[1]
+
+    @property
+    def total(self) -> int:
+        """How many integers are in the set."""
+        return sum(self._ends) - sum(self._begins)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(list(zip(self._begins, self._ends, strict=True)))
@@ -54,7 +65,7 @@ class Intervals:
             self._replace(first, last, [part for part in rest if part[0] < part[1]])
 
     def _replace(self, first: int, last: int, parts: list[tuple[int, int]]) -> None:
-        self.total -= sum(self._ends[first:last]) - sum(self._begins[first:last])
-        self._begins[first:last] = [begin for begin, _ in parts]
-        self._ends[first:last] = [end for _, end in parts]
-        self.total += sum(end - begin for begin, end in parts)
+        begins, ends = self._begins.copy(), self._ends.copy()
+        begins[first:last] = [begin for begin, _ in parts]
+        ends[first:last] = [end for _, end in parts]
+        self._spans = begins, ends

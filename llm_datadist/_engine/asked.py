@@ -210,6 +210,8 @@ class Answerer:
 
     def poke(self, frame: Frame, slot: int) -> dict[str, object]:
         """Carry a POKE frame of the peer of a link slot out; raises `Malformed`."""
+        if slot < 0:
+            raise Malformed("a POKE frame came after the end of its link")
         if "pin" in frame.body:
             self._board.pin(slot, frame.number("pin"))
         elif "tags" in frame.body:

@@ -6,6 +6,7 @@ they have pulled is collected from the board before every step that could depend
 
 from __future__ import annotations
 
+import functools
 import itertools
 import secrets
 import threading
@@ -15,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Concatenate, ParamSpec, TypeVar
 
 from llm_datadist._engine import codes
 from llm_datadist._engine.board import Board
@@ -140,6 +142,28 @@ class View:
         self._ended.append(self._cache)
 
 
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+def while_open(method: Callable[Concatenate[Caches, Args], Result]) -> Callable[Concatenate[Caches, Args], Result]:
+    """Refuse a method once the table is closed, and let the end of the engine wait for those that run."""
+
+    @functools.wraps(method)
+    def run(self: Caches, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        token = object()
+        try:
+            # First the token, then the look: who closes does it the other way round, so one of the two sees the other.
+            self._inside.add(token)
+            if self._closed:
+                raise LLMException("the engine was finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
+            return method(self, *args, **kwargs)
+        finally:
+            self._inside.discard(token)
+
+    return run
+
+
 class Caches:
     """The table of caches. All methods are thread-safe."""
 
@@ -154,6 +178,9 @@ class Caches:
         # A table of fixed size is a limit of what may be asked for; one that grows ends with the memory.
         sparse = backend.capabilities.sparse
         self._table_full = self._out_of_memory() if sparse else LLMStatusCode.LLM_PARAM_INVALID
+        self._closed = False
+        #: Calls that use the directory, the board or a pool now.
+        self._inside: set[object] = set()
         self._lock = threading.Lock()
         self._caches: dict[int, Cache] = {}
         self._keys: dict[Key, Binding] = {}
@@ -165,6 +192,8 @@ class Caches:
         self._spendable: list[Binding] = []
         self._spendable_words = array("Q")
         self._ended_views: deque[Cache] = deque()
+        #: Operations that failed with bytes on their way.
+        self._late: deque[Use] = deque()
         self._pinned: list[Cache] = []
         self._pooled = any(pool.region.kind is MemoryKind.DEVICE for pool in self._pools)
         #: Says of a link slot whether its peer can't write any more; set by the engine once there are links.
@@ -174,6 +203,7 @@ class Caches:
 
     # ------------------------------------------------------------------ allocation
 
+    @while_open
     def allocate(self, geometry: Geometry, keys: Sequence[Key | None]) -> Cache:
         """Allocate a cache and bind ``keys[i]`` to slot i (the blocks key of a blocks cache: slot 0)."""
         slot_of = {key: slot for slot, key in enumerate(keys) if key is not None}
@@ -224,6 +254,7 @@ class Caches:
             if key in self._keys:
                 self._refuse_bound(key)
 
+    @while_open
     def register(
         self,
         geometry: Geometry,
@@ -254,9 +285,22 @@ class Caches:
                     self._unbind(bound)
             return cache
         finally:
-            if not published:
+            if not published and not self._forget_registered(where):
                 self._backend.unregister(where, geometry.tensor_bytes)
 
+    def _forget_registered(self, where: Sequence[tuple[Region, int]]) -> bool:
+        """Forget a cache of the user's memory whose publication was interrupted; say whether there was one."""
+        with self._lock:
+            for cache in self._caches.values():
+                if cache.registered is where:
+                    for binding in list(cache.bindings.values()):
+                        self._unbind(binding)
+                    self._withdraw(cache)
+                    self._free(cache)
+                    return True
+        return False
+
+    @while_open
     def unregister(self, cache_id: int, deadline_ns: int) -> None:
         """Forget a registered cache as soon as no transfer uses it; ids of anything else are harmless.
 
@@ -281,12 +325,15 @@ class Caches:
                     if not cache.withdrawn:
                         self._withdraw(cache)
                     self._look_at_pins(cache)
+                    self._end_late()
                     if not cache.users and not cache.pinned_by:
                         for binding in list(cache.bindings.values()):
                             self._unbind(binding)
-                        self._free(cache)
                         ended = True
+                        self._free(cache)
                         return
+                if self._closed:
+                    raise LLMException("the engine was finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
                 if time.monotonic_ns() > deadline_ns:
                     raise LLMException(
                         f"cache {cache_id} is still used by a transfer, so it stays registered: "
@@ -294,6 +341,12 @@ class Caches:
                         status_code=codes.timeout_code(self._cache_manager),
                     )
                 time.sleep(0.001)
+        except BackendError as e:
+            told = codes.exception_of(e, self._cache_manager)
+            raise LLMException(
+                f"cache {cache_id} is unregistered here, but the driver keeps its memory: {told}",
+                status_code=told.status_code,
+            ) from e
         finally:
             if not ended:
                 # Out of time, or interrupted: the user goes on to own a registered cache.
@@ -445,6 +498,7 @@ class Caches:
 
     # ------------------------------------------------------------------ release
 
+    @while_open
     def deallocate(self, cache_id: int) -> None:
         """Drop the handle's reference. Unknown ids and a second call are harmless."""
         with self._lock:
@@ -466,6 +520,7 @@ class Caches:
             self._directory.replace(cache.entry, Key(CACHE, cache.id, 0), entry)
         self._release_if_unused(cache)
 
+    @while_open
     def remove_key(self, key: Key) -> None:
         """Remove a binding at once; an unknown key is harmless."""
         with self._lock:
@@ -533,6 +588,7 @@ class Caches:
             for binding in [self._spendable[i] for i in self._board.spent(self._spendable_words)]:
                 self._unbind(binding)
                 self._release_if_unused(binding.cache)
+        self._end_late()
         while self.dropped:
             cache_id = self.dropped.popleft()
             get_logger().info("cache %d was collected without deallocate_cache: deallocating it", cache_id)
@@ -594,7 +650,10 @@ class Caches:
             return cache
 
     def end(self, use: Use) -> None:
-        """Stop to use the memory of all caches that an operation has."""
+        """Stop to use the memory of all caches that an operation has, once no bytes come to it any more."""
+        if use.until is not None and not use.until():
+            self._late.append(use)
+            return
         for cache_id in use.caches:
             cache = self._caches.get(cache_id)
             if cache is not None:
@@ -603,12 +662,27 @@ class Caches:
                 if not cache.held and not cache.users:
                     self._end_of_use(cache)
 
+    def _end_late(self) -> None:
+        for _ in range(len(self._late)):
+            use = self._late.popleft()
+            if use.until is not None and not use.until():
+                self._late.append(use)
+                continue
+            for cache_id in use.caches:
+                cache = self._caches.get(cache_id)
+                if cache is not None:
+                    cache.users.discard(use)
+                    if not cache.users and cache.withdrawn and not cache.registered:
+                        self._release_if_unused(cache)
+
     def _end_of_use(self, cache: Cache) -> None:
         with self._lock:
-            still_there = self._caches.get(cache.id) is cache
+            # The end of the engine may have given the memory back already.
+            still_there = not self._closed and self._caches.get(cache.id) is cache
             if still_there and not cache.users and cache.withdrawn and not cache.registered:
                 self._release_if_unused(cache)
 
+    @while_open
     def view(self, cache_id: int) -> tuple[Cache, View]:
         """Give a cache, and an object that keeps its memory while it lives."""
         with self._lock:
@@ -619,6 +693,7 @@ class Caches:
             cache.views += 1
             return cache, view
 
+    @while_open
     def used(self) -> list[int]:
         """Bytes in use in each pool."""
         with self._lock:
@@ -630,6 +705,7 @@ class Caches:
 
         Waits, until the deadline, for peers that are still writing into memory that the user may free next.
         """
+        self._closed = True
         # With a time limit: a signal handler that finalizes may have interrupted the very thread that holds the lock.
         if not self._lock.acquire(timeout=max(deadline_ns - time.monotonic_ns(), 0) / 1e9):
             return "the table of caches was in use, so nothing was withdrawn"
@@ -640,7 +716,10 @@ class Caches:
                 for binding in list(cache.bindings.values()):
                     self._unbind(binding)
                 cache.held = False
-                self._release_if_unused(cache)
+                try:
+                    self._release_if_unused(cache)
+                except BackendError as e:
+                    get_logger().error("cache %d is gone, but the driver keeps its memory: %s", cache.id, e.text)
         finally:
             self._lock.release()
         while any(cache.registered for cache in self._pinned) and time.monotonic_ns() < deadline_ns:
@@ -650,11 +729,13 @@ class Caches:
         return left
 
     def wait_unused(self, deadline_ns: int) -> bool:
-        """Wait until no operation of this process uses any cache's memory; say whether that came."""
-        while any(cache.users for cache in list(self._caches.values())):
+        """Wait until no operation of this process uses the tables or any cache's memory; say whether that came."""
+        while self._inside or any(cache.users for cache in list(self._caches.values())):
             if time.monotonic_ns() > deadline_ns:
                 return False
             time.sleep(0.001)
+            with self._lock:
+                self._end_late()
         return True
 
     def _unpulled(self) -> str | None:

@@ -29,6 +29,8 @@ MAX_SILENT = 256
 RETRY_S = 1.0
 #: The service thread never waits long, so neither does who waits for it.
 RUN_S = 5.0
+#: A peer waits for each answer, so few of its frames are ever under way; after interruptions some more.
+MOST_FRAMES = 64
 #: Longer waits overflow poll(); who waits longer is woken and waits again, or gives up after eleven days.
 LONGEST_S = 1e6
 
@@ -414,7 +416,10 @@ class Service:
 
     def _read(self, channel: Channel, frame: Callable[[Frame], None], gone: Callable[[str], None]) -> None:
         try:
-            for received in channel.read():
+            frames = channel.read()
+            if len(frames) > MOST_FRAMES:
+                raise Malformed(f"{len(frames)} frames came at once, which keeps the other peers waiting")
+            for received in frames:
                 frame(received)
         except Gone as e:
             self._lost(channel, gone, str(e))

@@ -15,7 +15,7 @@ from llm_datadist._engine.asked import Answerer
 from llm_datadist._engine.board import Board
 from llm_datadist._engine.caches import Caches, Pool
 from llm_datadist._engine.communicators import Communicators
-from llm_datadist._engine.control import Carrier, Service
+from llm_datadist._engine.control import Carrier, Service, remaining
 from llm_datadist._engine.copies import Copies
 from llm_datadist._engine.directory import Directory
 from llm_datadist._engine.links import LinkRequest, Links, Terms
@@ -40,6 +40,7 @@ SPARSE_TABLE_BYTES = 256 << 20
 DENSE_TABLE_BYTES = 1 << 20
 CLUSTERS_PER_CALL = 16
 CLOSE_NS = 5 * 10**9
+STOP_NS = 10**9
 
 
 class Engine:
@@ -60,6 +61,9 @@ class Engine:
         self.backend = backend
         self.closed: str | None = None
         self._closing = threading.Lock()
+        #: Held while memory is read for a `Tensor`, and while it is given back.
+        self._loading = threading.Lock()
+        self._links_ended = False
         _raise_descriptor_limit()
         with contextlib.ExitStack() as undo:
             try:
@@ -126,11 +130,9 @@ class Engine:
                 nbytes = None if self.backend.capabilities.sparse else max(nbytes, self.backend.capabilities.alignment)
             region = self.backend.reserve(device, nbytes, MemoryKind.DEVICE)
             limit = region.nbytes if self.config.memory_limit is None else self.config.memory_limit
-            by = (
-                "llm.Simulator.AddressSpace"
-                if self.config.memory_limit is None
-                else "ge.flowGraphMemMaxSize times llm.MemoryUtilization"
-            )
+            by = "ge.flowGraphMemMaxSize times llm.MemoryUtilization"
+            if self.config.memory_limit is None:
+                by = "llm.Simulator.AddressSpace" if self.backend.capabilities.sparse else "a share of what was free"
             pools.append(Pool(region, Space(region.nbytes, self.backend.capabilities.alignment), limit, by))
         return pools
 
@@ -264,7 +266,9 @@ class Engine:
     def load(self, address: int, nbytes: int) -> bytes:
         """Give bytes of a cache, of whichever kind of memory."""
         try:
-            return self.backend.load(address, nbytes)
+            with self._loading:
+                self.require_open()
+                return self.backend.load(address, nbytes)
         except BackendError as e:
             raise codes.exception_of(e, self.config.cache_manager) from e
 
@@ -298,7 +302,7 @@ class Engine:
             steps.callback(self._close_caches, deadline_ns)
             steps.callback(self.staging.close, deadline_ns)
             steps.callback(self.communicators.wait, deadline_ns)
-            steps.callback(self.links.close, deadline_ns)
+            steps.callback(self._close_links, deadline_ns)
             steps.callback(self.communicators.cancel)
             steps.callback(self._directory.close)
 
@@ -307,15 +311,23 @@ class Engine:
         if left is not None:
             get_logger().info("at finalize %s", left)
 
+    def _close_links(self, deadline_ns: int) -> None:
+        self._links_ended = self.links.close(deadline_ns)
+
     def _close_memory(self, deadline_ns: int) -> None:
         if self.backend.capabilities.mapped_words:
             self._service.run(self._directory.let_go)
-        stopped = self._service.stop(deadline_ns)
-        if self.caches.wait_unused(deadline_ns) and stopped:
-            self.backend.close()
+        # It ends soon, even where the time has gone to something else.
+        stopped = self._service.stop(max(deadline_ns, time.monotonic_ns() + STOP_NS))
+        idle = self._links_ended and self.caches.wait_unused(deadline_ns) and stopped
+        if idle and self._loading.acquire(timeout=remaining(deadline_ns)):
+            try:
+                self.backend.close()
+            finally:
+                self._loading.release()
         else:
             # Unmapping memory under a thread that uses it would end the process; the exit gives it back.
-            get_logger().error("finalize leaves its memory mapped: %s", "a transfer or copy does not end")
+            get_logger().error("finalize leaves its memory mapped: a transfer, a copy or a new link does not end")
 
     def abandon(self) -> None:
         """Let go of the descriptors in a forked child. The parent's engine goes on unharmed."""

@@ -197,6 +197,11 @@ class Link:
             self.break_("the peer's process or connection has ended (peer gone)")
         return self.state is State.READY
 
+    def give_up(self, reason: str) -> None:
+        """Break the link, and tell the peer by the end of the connection."""
+        self.break_(reason)
+        self.channel.hang_up()
+
     def break_(self, reason: str) -> None:
         """Refuse transfers from now on, and remember why."""
         if self.state is State.READY:
@@ -224,19 +229,19 @@ class Links:
         self._board = board
         self.terms = terms
         self._carrier = carrier
-        self._service = service
+        self.service = service
         self._lock = threading.Lock()
         self._links: dict[tuple[bool, int, tuple[str, ...], str], Link] = {}
         #: The links that lead to a cluster; in KvCacheManager mode those of each side apart.
         self._routes: dict[tuple[int, bool], list[Link]] = {}
         self._slots = deque(range(MAX_LINKS))
         #: Slots whose peer was writing when its link went, with a pidfd of it (or -1) and the way that it had.
-        self._lingering: dict[int, tuple[int, Endpoint]] = {}
+        self._lingering: dict[int, tuple[int, Link]] = {}
         #: Called with each new link of a communicator, which takes it over or raises `Gone`.
         self.entered: Callable[[Link], None] = lambda link: None
         #: Called in the service thread with each STAGE frame.
         self.stage: Callable[[Link, Frame], None] = lambda link, frame: None
-        #: Called with each link that has ended, after its last frame.
+        #: Called with each link that has ended, after its last frame, and once its peer writes no more.
         self.ended: Callable[[Link], None] = lambda link: None
         self._epochs = itertools.count(secrets.randbelow(1 << 61) + (1 << 61) << 1, 2)
         self._listeners: list[tuple[Address, socket.socket]] = []
@@ -289,7 +294,7 @@ class Links:
         self.listen([address for address in addresses if address not in self.listening()])
         self._listeners = [item for item in self._listeners if item[1] not in closed]
         for sock in closed:
-            self._service.release(sock)
+            self.service.release(sock)
 
     def any_made(self) -> bool:
         """Say whether a user of this side has made a link that is still known."""
@@ -315,7 +320,7 @@ class Links:
             undo.pop_all()
         self._listeners.extend(sockets)
         for _, sock in sockets:
-            self._service.listen(sock, self.accept)
+            self.service.listen(sock, self.accept)
 
     def accept(self, sock: socket.socket) -> None:
         """Serve a new connection; called in the service thread."""
@@ -331,7 +336,7 @@ class Links:
         if self._accepting >= WORKERS and not self._paused:
             self._paused = True
             for _, listener in self._listeners:
-                self._service.pause(listener)
+                self.service.pause(listener)
 
     def _start_workers(self) -> None:
         while self._accepting < WORKERS and (admission := self._next_admission()) is not None:
@@ -364,7 +369,7 @@ class Links:
         if self._paused and self._accepting < WORKERS:
             self._paused = False
             for _, listener in self._listeners:
-                self._service.listen(listener, self.accept)
+                self.service.listen(listener, self.accept)
 
     def _serve(self, sock: socket.socket, host: str) -> None:
         try:
@@ -378,7 +383,7 @@ class Links:
             except (Gone, TimedOut, Malformed, Unreadable, BackendError, Refused, OSError, ValueError) as e:
                 self._failures.warn("a link with %s did not come about: %s", channel.peer, e)
         finally:
-            self._service.call(lambda: self._served(host))
+            self.service.call(lambda: self._served(host))
 
     @contextmanager
     def _handshake(self, channel: Channel) -> Iterator[None]:
@@ -391,7 +396,7 @@ class Links:
             yield
         except BaseException:
             # A link that was made already has the service thread close the channel, so nobody else may.
-            self._service.dispose(channel)
+            self.service.dispose(channel)
             raise
         finally:
             with self._lock:
@@ -676,14 +681,10 @@ class Links:
         def ask(kind: Kind, body: dict[str, object], deadline_ns: int | None) -> Frame:
             return self.ask_in_transfer(link, kind, link.deadline_ns if deadline_ns is None else deadline_ns, body)
 
-        def give_up(why: str) -> None:
-            link.break_(why)
-            link.channel.hang_up()
-
         # Engines of one backend have directories of one size; a peer that lies loses only its own answers.
         asked = AskedDirectory(self._directory.layout.nbytes, ask)
         moves = GuardedMoves(endpoint, asked)
-        link.directory, link.board = asked, AskedBoard(ask, give_up)
+        link.directory, link.board = asked, AskedBoard(ask, link.give_up)
         link.read, link.write = moves.read, moves.write
 
     def _enter(self, link: Link) -> None:
@@ -707,9 +708,7 @@ class Links:
                 self._routes.setdefault(self._route(link), []).append(link)
 
     def _watch(self, link: Link) -> None:
-        self._service.watch(
-            link.channel, lambda frame: self._frame(link, frame), lambda why: self._peer_gone(link, why)
-        )
+        self.service.watch(link.channel, lambda frame: self._frame(link, frame), lambda why: self._peer_gone(link, why))
 
     # ------------------------------------------------------------------ frames after the handshake
 
@@ -930,7 +929,7 @@ class Links:
                 # The slot remembers whom to watch, before the channel forgets.
                 self._close_slot(link)
                 link.endpoint.close()
-                self._service.dispose(link.channel)
+                self.service.dispose(link.channel)
             finally:
                 link.turn.release(use)
 
@@ -953,12 +952,13 @@ class Links:
 
     def _sweep(self) -> None:
         """Give slots back whose last peer has unpinned or ended since. Under the lock."""
-        for slot, (pidfd, endpoint) in list(self._lingering.items()):
-            if not self._board.pin(slot) or _is_harmless(pidfd, endpoint):
+        for slot, (pidfd, link) in list(self._lingering.items()):
+            if not self._board.pin(slot) or _is_harmless(pidfd, link):
                 del self._lingering[slot]
                 if pidfd >= 0:
                     os.close(pidfd)
                 self._slots.append(slot)
+                self.ended(link)
 
     def _take_slot(self) -> tuple[int, int]:
         with self._lock:
@@ -978,10 +978,11 @@ class Links:
             self._directory.close_link(slot)
             if self._board.pin(slot) and not _has_ended(link.channel.pidfd):
                 pidfd = os.dup(link.channel.pidfd) if link.channel.pidfd >= 0 else -1
-                self._lingering[slot] = pidfd, link.endpoint
+                # What else the link had, the peer may be writing to as well.
+                self._lingering[slot] = pidfd, link
             else:
                 self._slots.append(slot)
-        self.ended(link)
+                self.ended(link)
 
     def _give_slot(self, slot: int) -> None:
         self._directory.close_link(slot)
@@ -990,8 +991,8 @@ class Links:
 
     # ------------------------------------------------------------------ the end of all
 
-    def close(self, deadline_ns: int) -> None:
-        """Unlink everything locally and stop to listen."""
+    def close(self, deadline_ns: int) -> bool:
+        """Unlink everything locally and stop to listen; say whether no link is being made any more."""
         with self._lock:
             self._closing = True
             for channel in self._handshakes:
@@ -1001,7 +1002,7 @@ class Links:
         for worker in list(self._workers):
             worker.join(control.remaining(deadline_ns))
         for _, sock in self._listeners:
-            self._service.release(sock)
+            self.service.release(sock)
         self._listeners.clear()
         for link in links:
             self._remove(link, "this engine was finalized")
@@ -1011,6 +1012,7 @@ class Links:
             if link.turn.claim(use, deadline_ns):
                 self.give_back(use)
         self._forget_lingering()
+        return not self._handshakes
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child, and break every link."""
@@ -1053,9 +1055,9 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text[:1000])
 
 
-def _is_harmless(pidfd: int, endpoint: Endpoint) -> bool:
+def _is_harmless(pidfd: int, link: Link) -> bool:
     """Say whether a peer whose link is gone can't write any more: its process has ended, or its way in is closed."""
-    return endpoint.revoked() or _has_ended(pidfd)
+    return link.endpoint.revoked() or _has_ended(pidfd)
 
 
 def _has_ended(pidfd: int) -> bool:

@@ -273,9 +273,9 @@ class AddressTable:
                 try:
                     start = link.endpoint.address_of(region, offset)
                 except BackendError as e:
-                    if e.kind is not Failure.INVALID:
+                    if e.kind not in (Failure.INVALID, Failure.UNSUPPORTED):
                         raise
-                    continue  # no address of a process, so nobody can ask for it
+                    continue  # an address that nobody can ask for, or that does not lead there
                 ranges.append((start, position, entry, record))
         ranges.sort(key=lambda item: item[0])
         self._ranges = ranges

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from llm_datadist._engine.caches import Caches
@@ -34,6 +35,8 @@ SPARSE_STAGING_BYTES = 512 * AREA_BYTES
 DENSE_STAGING_BYTES = 64 * AREA_BYTES
 #: So that a request fits into a frame.
 PIECES = 512
+#: An initiator waits for each answer; after interruptions a few requests may be left.
+REQUESTS = 16
 
 
 @dataclass(slots=True)
@@ -111,6 +114,8 @@ class Staging:
         self._areas: dict[Link, int] = {}
         #: Requests of peers, and links that have ended.
         self._jobs: queue.SimpleQueue[tuple[Link, Frame | None] | None] = queue.SimpleQueue()
+        #: Requests of each link that are not answered; only the service thread looks at them.
+        self._waiting: dict[Link, int] = {}
         self._worker: threading.Thread | None = None
         links.stage, links.ended = self._asked, self._ended
 
@@ -174,6 +179,10 @@ class Staging:
 
     def _asked(self, link: Link, frame: Frame) -> None:
         # In the service thread, which must not copy.
+        waiting = self._waiting.get(link, 0)
+        if waiting >= REQUESTS:
+            raise Malformed(f"more than {REQUESTS} STAGE frames wait for their answers")
+        self._waiting[link] = waiting + 1
         if self._worker is None:
             worker = threading.Thread(target=self._work, name="llm_datadist staging", daemon=True)
             try:
@@ -200,8 +209,15 @@ class Staging:
             link, frame = job
             if frame is None:
                 self._give_back(link)
-            elif link.my_slot >= 0:
-                self._links.reply(link, self._serve(link, frame))
+            else:
+                if link.my_slot >= 0:
+                    self._links.reply(link, self._serve(link, frame))
+                self._links.service.call(partial(self._answered, link))
+
+    def _answered(self, link: Link) -> None:
+        waiting = self._waiting.pop(link, 0) - 1
+        if waiting > 0:
+            self._waiting[link] = waiting
 
     def _give_back(self, link: Link) -> None:
         at = self._areas.pop(link, None)

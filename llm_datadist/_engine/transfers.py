@@ -351,8 +351,18 @@ class Transfers:
                 self._staging.write(link, record, plan, guard, deadline_ns)
             else:
                 link.write(plan, guard, deadline_ns, route)
+        except BackendError as e:
+            if e.breaks_link:
+                # Bytes may be on their way still, so the pin stays: the owner keeps the memory until its own end of the
+                # link has been taken down.
+                use.pin = None
+                link.give_up(f"a transfer failed: {e.text}")
+            raise
         finally:
-            link.board.unpin(link.peer_slot)
+            if use.pin is not None:
+                link.board.unpin(link.peer_slot)
+                # Once the link is given back, the pin is another's.
+                use.pin = None
 
     # ------------------------------------------------------------------ failures
 
@@ -376,6 +386,8 @@ class Transfers:
         """Turn a failure on a link into what the user gets, and break the link where it must be."""
         if use.link is None or not isinstance(error, (BackendError, Unreadable)):
             return error
+        if isinstance(error, BackendError) and error.breaks_link:
+            use.until = use.link.endpoint.revoked
         what = f"address {use.what:#x}" if isinstance(use.what, int) else paths.describe(*use.what)
         return self._failed(use.link, error, what)
 
@@ -384,10 +396,13 @@ class Transfers:
             link.break_(str(error))
             return self.links.not_linked(link.cluster_id, link)
         if error.kind is Failure.TIMED_OUT:
-            link.break_(f"a transfer exceeded {self._timeout_ms} ms (timed out)")
+            why = f"took more than the sync_kv_timeout of {self._timeout_ms} ms"
+            if time.monotonic_ns() < link.deadline_ns:
+                why = "timed out in the driver"
+            link.break_(f"a transfer {why} (timed out): {error.text}")
             return LLMException(
-                f"the transfer of {what} with cluster {link.cluster_id} took more than the sync_kv_timeout of "
-                f"{self._timeout_ms} ms; the destination may be partly written; link the cluster again",
+                f"the transfer of {what} with cluster {link.cluster_id} {why} ({error.text}); the destination may be "
+                "partly written; link the cluster again",
                 status_code=codes.timeout_code(self._rules.cache_manager),
             )
         if error.breaks_link:
@@ -397,7 +412,7 @@ class Transfers:
             return codes.exception_of(error, self._rules.cache_manager)
         try:
             paths.require_epoch(link)
-        except BackendError:
+        except (BackendError, Unreadable):
             link.break_("the peer has dropped the link or was finalized (peer gone)")
             return self.links.not_linked(link.cluster_id, link)
         if error.kind in (Failure.STALE, Failure.TORN):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -24,12 +25,14 @@ __all__ = ["Owner", "Turn", "Use", "with_use"]
 class Use:
     """One running operation; its identity is what the things that it takes record."""
 
-    __slots__ = ("caches", "link", "pin", "what")
+    __slots__ = ("caches", "link", "pin", "until", "what")
 
     def __init__(self) -> None:
         self.caches: list[int] = []
         self.link: Link | None = None
         self.pin: tuple[PeerBoard, int] | None = None
+        #: Where bytes may be on their way to the caches after the operation: says when that is over.
+        self.until: Callable[[], bool] | None = None
         #: What is moved, for the text of a failure: a key with a slot, or an address.
         self.what: tuple[Key, int] | int = 0
 
@@ -77,7 +80,11 @@ def with_use(
 
 
 class Turn:
-    """Lets one operation at a time have something. `release` by one who does not have it is harmless."""
+    """Lets one operation at a time have something. `release` by one who does not have it is harmless.
+
+    Those who wait get it in the order in which they came, and nobody who comes later before them: else a thread that
+    takes it again and again would leave no other a chance.
+    """
 
     __slots__ = ("_changed", "_holder", "_waiting")
 
@@ -85,31 +92,33 @@ class Turn:
         # One dict operation takes the turn and records the taker at once.
         self._holder: dict[str, object] = {}
         self._changed = threading.Condition()
-        self._waiting = 0
+        self._waiting: deque[object] = deque()
 
     def claim(self, taker: object, deadline_ns: int | None = None) -> bool:
         """Take the turn, waiting until a deadline if there is one; say whether it was got."""
-        if self._holder.setdefault("holder", taker) is taker:
+        if not self._waiting and self._holder.setdefault("holder", taker) is taker:
             return True
         if deadline_ns is None:
             return False
         with self._changed:
-            self._waiting += 1
             try:
-                while self._holder.setdefault("holder", taker) is not taker:
+                self._waiting.append(taker)
+                while self._waiting[0] is not taker or self._holder.setdefault("holder", taker) is not taker:
                     left = (deadline_ns - time.monotonic_ns()) / 1e9
                     if left <= 0:
                         return False
                     self._changed.wait(left)
             finally:
-                self._waiting -= 1
+                if taker in self._waiting:
+                    self._waiting.remove(taker)
+                self._changed.notify_all()
         return True
 
     def release(self, taker: object) -> None:
         """Give the turn to the next."""
         if self._holder.get("holder") is taker:
             del self._holder["holder"]
-            # A waiter counts itself before it looks, and this looks after it gave the turn away, so none is missed.
+            # A waiter queues before it looks, and this looks after it gave the turn away, so none is missed.
             if self._waiting:
                 with self._changed:
                     self._changed.notify_all()

@@ -34,6 +34,7 @@ from llm_datadist import (
 )
 from llm_datadist import LLMStatusCode as Code
 from llm_datadist._engine.links import Link
+from llm_datadist._engine.paths import Path
 from llm_datadist._engine.staging import AREA_BYTES, PIECES
 from llm_datadist._engine.wire import Frame, Kind
 
@@ -529,7 +530,7 @@ def test_requests_are_not_trusted(pair: Pair, changes: dict[str, Any]) -> None:
     pair.register(members.DESC, BlocksCacheKey(1, 7), blocks=True)
     link = pair.link()
     pair.here.manager.pull_blocks(BlocksCacheKey(1, 7), pair.here.room, [0], [0])
-    found = next(path.found for path in link.kept.values())
+    found = next(kept.found for kept in link.kept.values() if isinstance(kept, Path))
     body: dict[str, Any] = {
         "cache": found.record.cache_id,
         "generation": found.record.generation,

@@ -244,10 +244,10 @@ def test_clients_that_do_not_say_hello(make: Callable[..., Engine], monkeypatch:
         socks = [closing.enter_context(raw(address)) for _ in range(200)]
         for i, sock in enumerate(socks):
             sock.sendall(make_preamble(None) + (b"", hello[:3], hello[: HEADER.size], hello[:-1])[i % 4])
-        wait_until(lambda: len(server.links._service._silent) == len(socks))
+        wait_until(lambda: len(server.links.service._silent) == len(socks))
         link(client, address)
         assert not server.links._admissions
-        assert len(server.links._service._silent) == len(socks)
+        assert len(server.links.service._silent) == len(socks)
         monkeypatch.setattr(network, "CHALLENGE_NS", 10**8)
         with raw(address) as late:
             with contextlib.suppress(ConnectionError):

@@ -26,7 +26,7 @@ if mode == "cm":
 dd = LLMDataDist(LLMRole.DECODER, 2)
 dd.init(config.generate_options())
 manager = dd.cache_manager if mode == "cm" else dd.kv_cache_manager
-desc = CacheDesc(4, [1, 64 << 20], DataType.DT_UINT8)
+desc = CacheDesc(4, [1, 16 << 20], DataType.DT_UINT8)
 started = threading.Event()
 
 if what == "copy":
@@ -37,7 +37,7 @@ else:
     memory = mmap.mmap(-1, 4 * desc.size)
     at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     host = KvCache.create_cpu_cache(
-        CacheDesc(4, [1, 64 << 20], DataType.DT_UINT8, placement=Placement.HOST), [at + i * desc.size for i in range(4)]
+        CacheDesc(4, [1, 16 << 20], DataType.DT_UINT8, placement=Placement.HOST), [at + i * desc.size for i in range(4)]
     )
     step = lambda: manager.swap_blocks(host, mine, {0: 0})
 
@@ -77,6 +77,7 @@ def test_end_while_a_thread_copies(tmp_path: Path, mode: str, what: str, how: st
     assert ended.stdout.strip() == ("['LLM_ENGINE_FINALIZED']" if how == "finalize" else ""), ended
 
 
+@pytest.mark.needs("forks")
 @pytest.mark.parametrize("end", ["leave_at_once", "leave_with_hooks"])
 def test_child_inits_what_it_inherited(start_quick: Callable[[], Peer], peer: Peer, end: str) -> None:
     """B28: an object that a child has inherited can be initialised in the child, and ends there, not in the parent."""

@@ -26,8 +26,9 @@ def start(worker: str) -> list[Path]:
         made.append(Path(tempfile.mkdtemp(prefix="fake-ascend-")))
         built = ascend.build(made[0], sanitize=os.environ.get("FAKE_ASCEND_SANITIZE") == "1")
         os.environ |= {variable: str(path) for variable, path in zip(LIBRARIES, built, strict=True)}
-    made.append(Path(tempfile.mkdtemp(prefix="fake-ascend-reports-")))
-    os.environ |= fake_machine(worker, made[-1])
+    # Inside the build's folder: what a worker that crashes leaves goes with it.
+    made.insert(0, Path(tempfile.mkdtemp(prefix="reports-", dir=Path(os.environ[LIBRARIES[0]]).parent)))
+    os.environ |= fake_machine(worker, made[0])
     return made
 
 

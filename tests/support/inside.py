@@ -17,6 +17,7 @@ from typing import Any
 
 import memory
 import pairs
+from addresses import bindable
 from stall import clear_faults, set_faults
 
 from llm_datadist import (
@@ -30,6 +31,7 @@ from llm_datadist import (
     LLMStatusCode,
 )
 from llm_datadist._engine.control import Channel
+from llm_datadist._engine.directory import MAX_LINKS
 from llm_datadist._engine.wire import Frame, Kind
 from llm_datadist.backends.simulator.faults import Faults
 from llm_datadist.backends.simulator.limits import Room
@@ -105,6 +107,12 @@ def pull_layers(key: CacheKey, parts: Sequence[tuple[int, int] | None]) -> int |
 def used() -> list[int]:
     """Give the bytes that are in use, after a look at what peers have spent."""
     return _instance()._engine.caches.used()  # type: ignore[union-attr]
+
+
+def pins() -> list[int]:
+    """Give the generations of memory that peers say they are writing into."""
+    board = _instance()._engine.caches._board  # type: ignore[union-attr]
+    return [generation for slot in range(MAX_LINKS) if (generation := board.pin(slot))]
 
 
 def drop(cache_id: int) -> None:
@@ -203,9 +211,10 @@ def many(role: LLMRole, first: int, count: int, desc: CacheDesc) -> list[list[st
     """Start many engines in this process, which the one-instance rule of the facade does not allow."""
     options = []
     for cluster in range(first, first + count):
-        listen = [f"10.1.{cluster // 250}.{cluster % 250}:26000"]
+        listen = [bindable(f"10.1.{cluster // 250}.{cluster % 250}:26000")]
         instance = LLMDataDist(role, cluster)
-        instance.init(pairs.options(listen[0] if role is LLMRole.PROMPT else None))
+        # Each takes its share of the device, which all have in common.
+        instance.init(pairs.options(listen[0] if role is LLMRole.PROMPT else None, ge__flowGraphMemMaxSize="8388608"))
         cache = instance.kv_cache_manager.allocate_blocks_cache(desc)
         if role is LLMRole.PROMPT:
             instance.kv_cache_manager.deallocate_cache(cache)

@@ -12,8 +12,8 @@ import memory
 from llm_datadist import Placement
 
 _taken: list[mmap.mmap] = []
-#: Far below where the kernel puts mappings, which is right below the stack, and above programs at fixed addresses.
-_far = itertools.count(0x20_0000_0000, 1 << 20)
+#: Far below where the kernel puts mappings (right below the stack), above fixed programs and sanitizer shadows.
+_far = itertools.count(0x1800_0000_0000, 1 << 20)
 
 
 def take(nbytes: int, placement: Placement = Placement.DEVICE) -> int:
