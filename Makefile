@@ -3,12 +3,14 @@
 #   make test    the tests                                   make types   strict typing of the installed wheel
 #   make wheel   build, install elsewhere, pull once         make docs    the documentation, warnings are errors
 #   make bench   speed beside the machine's limit            make clean   remove everything made here
+#   make test-acl   the conformance suite on the acl backend, with a fake driver or with TEST_DEVICES=0,1 of this machine
+#   make test-acl-asan   the same with the fake and the kernels under the address sanitizer
 #   make test-aarch64   the tests of the kernels on an emulated aarch64
 #   make bench-check    instructions of the hot calls beside the recorded ones
 #   make validate-hardware DEVICES=0,1 [PEER=ip:port]        what works on this Ascend machine, and how fast
 # PYTHON=... names the interpreter; by default the first on PATH that is new enough.
 
-.PHONY: demo test test-aarch64 lint types bench bench-check docs wheel validate-hardware clean
+.PHONY: demo test test-acl test-acl-asan test-aarch64 lint types bench bench-check docs wheel validate-hardware clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -27,6 +29,16 @@ demo: $(VENV)/built
 
 test: $(VENV)/test.extra
 	$(RUN) $(BIN)/pytest -q -n auto
+
+# Real devices are shared by nobody: one worker then, and each process has one of them.
+test-acl: $(VENV)/test.extra
+	$(RUN) $(if $(TEST_DEVICES),LLM_DATADIST_TEST_DEVICES=$(TEST_DEVICES)) \
+		$(BIN)/pytest -q $(if $(TEST_DEVICES),,-n auto) --backend acl tests/conformance
+
+# Non-temporal stores are not seen by the sanitizer, so the plain kernels run.
+test-acl-asan: .cache/asan/made
+	$(RUN) LD_PRELOAD=$$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 LLM_DATADIST_KERNEL=plain FAKE_ASCEND_SANITIZE=1 \
+		.cache/asan/bin/pytest -q -n auto --backend acl tests/conformance
 
 test-aarch64: $(VENV)/test.extra
 	PYTHON=$(BIN)/python .ci/aarch64
@@ -87,6 +99,14 @@ $(VENV)/%.extra: $(VENV)/built
 dist/made: $(VENV)/test.extra setup.py pyproject.toml MANIFEST.in README.md LICENSE CHANGELOG.md $(SOURCES)
 	rm -rf dist && mkdir -p .cache
 	$(BIN)/python -m build > .cache/build.log 2>&1 || { cat .cache/build.log; exit 1; }
+	@touch $@
+
+# From the sdist, as objects of a build without the sanitizer would be used again.
+.cache/asan/made: dist/made
+	rm -rf .cache/asan
+	$(BIN)/python -m venv .cache/asan
+	CFLAGS="-fsanitize=address -fno-omit-frame-pointer" LDFLAGS=-fsanitize=address \
+		.cache/asan/bin/python -m pip --disable-pip-version-check --quiet install "$$(echo dist/*.tar.gz)[test]"
 	@touch $@
 
 .cache/types/made: dist/made

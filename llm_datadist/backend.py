@@ -167,6 +167,8 @@ class Capabilities:
     network: bool
     #: An engine can link to itself.
     self_link: bool
+    #: A forked child of a process that has an engine can open one of its own.
+    forks: bool
 
 
 class Endpoint(ABC):

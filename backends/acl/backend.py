@@ -57,6 +57,7 @@ class AclBackend(Backend):
         any_memory=False,
         network=True,
         self_link=False,
+        forks=False,
     )
 
     def __init__(self) -> None:

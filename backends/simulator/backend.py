@@ -57,6 +57,7 @@ class SimulatorBackend(Backend):
         any_memory=True,
         network=False,
         self_link=True,
+        forks=True,
     )
 
     def __init__(self, room: Callable[[], limits.Room] = limits.room) -> None:

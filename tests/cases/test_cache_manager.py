@@ -177,6 +177,7 @@ def test_b13_two_widths_under_two_keys(cm: tuple[End, End]) -> None:
 def test_b25_many_blocks_of_registered_memory(cm: tuple[End, End], as_array: bool) -> None:
     """B25: 20 000 random blocks of 576 bytes, and all in reverse, between memory of the users'."""
     there, here = cm
+    here.dd._engine.transfers._timeout_ms = 60000
     count, size = 20000, 576
     of = desc(2, count, size)
     there.register(of, BlocksCacheKey(1), salt=0, blocks=True)

@@ -15,7 +15,7 @@ import pytest
 from members import LINKED, OK, Member
 from peer import Peer
 from refusals import PARAM_INVALID, refuses
-from stall import Stalled
+from stall import Stalled, clear_faults
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, LLMClusterInfo, Placement
 from llm_datadist import LLMStatusCode as Code
@@ -401,7 +401,7 @@ def test_peer_unlinks_during_a_pull(server: Member, client: Member) -> None:
         error = pull.wait()
     assert getattr(error, "status_code", None) is NOT_LINKED, error
     client.link(server)
-    client.dd._engine.backend.faults = None
+    clear_faults(client.dd)
     client.pull(server)
 
 

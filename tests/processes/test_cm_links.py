@@ -15,6 +15,7 @@ import traces
 from expect import failure
 from members import LINKED, OK, Far, Member
 from peer import Peer
+from stall import clear_faults
 
 from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
 
@@ -57,7 +58,7 @@ def test_512_links(start_quick: Start, client: Member) -> None:
     others = [Far(*each) for peer in peers for each in peer.answer()]
     before = traces.of(os.getpid())
     client.link(*others, timeout=60_000)
-    traces.wait_until(lambda: traces.of(os.getpid())["thread"] <= before["thread"], "the end of the link workers")
+    traces.wait_until(lambda: traces.of(os.getpid())["thread"] <= before["thread"], "the end of the link workers", 60)
     for other in (*others[::37], others[-1]):
         client.pull(other)
     client.unlink(*others[100:140])
@@ -173,7 +174,7 @@ def test_peer_is_killed(start_quick: Start, moment: str, remote: bool) -> None:
         doomed.peer.kill()
         if moment == "in a pull":
             thread.join(10)
-            client.dd._engine.backend.faults = None
+            clear_faults(client.dd)
             assert isinstance(outcome[0], LLMException)
             assert outcome[0].status_code is NOT_LINKED
         with failure(NOT_LINKED, "gone"):
@@ -260,7 +261,7 @@ def test_pull_that_takes_too_long(start_quick: Start, remote: bool) -> None:
             client.manager.pull_blocks(BlocksCacheKey(1), client.room, range(4), range(4))
         for address in addresses:
             assert client.run("memory:read", address, client.desc.size) == b"\x5a" * client.desc.size
-        client.dd._engine.backend.faults = None
+        clear_faults(client.dd)
         assert client.dd.link_clusters([server.info()], 5000) == LINKED
         client.pull(server)
     finally:
@@ -278,7 +279,7 @@ def test_second_pull_waits_within_its_limit(start_quick: Start) -> None:
         faults = inside.inject(client.dd, stall_at_byte=64)
         first, outcome = in_thread(lambda: client.manager.pull_blocks(BlocksCacheKey(1), rooms[0], range(4), range(4)))
         assert faults.stall_entered.wait(10)
-        client.dd._engine.backend.faults = None
+        clear_faults(client.dd)
         client.pull(other)
         client.dd._engine.transfers._timeout_ms = 300
         with failure(LLMStatusCode.LLM_TIMEOUT, "in use"):
@@ -294,6 +295,7 @@ def test_second_pull_waits_within_its_limit(start_quick: Start) -> None:
         client.finalize()
 
 
+@pytest.mark.needs("mapped_words")
 def test_peer_that_stands_still(start_quick: Start, client: Member) -> None:
     """S-183, B06: a stopped peer is not dead: pulls from it go on, and finalize needs nobody."""
     server = Member(1, start_quick())
@@ -313,6 +315,7 @@ def test_peer_that_stands_still(start_quick: Start, client: Member) -> None:
 # ---------------------------------------------------------------------- forks
 
 
+@pytest.mark.needs("forks")
 @pytest.mark.parametrize("end", ["leave_at_once", "leave_with_hooks"])
 def test_fork(start_quick: Start, end: str) -> None:
     """S-176, B28: what a child does with the inherited is refused at once; its own instance works; parents go on."""

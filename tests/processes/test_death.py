@@ -14,6 +14,7 @@ import traces
 from expect import failure
 from pairs import Decoder, Prompt, bytes_desc, options
 from peer import Peer, Remote
+from stall import clear_faults
 
 from llm_datadist import CacheKey, LLMException, LLMRole, LLMStatusCode
 
@@ -62,7 +63,11 @@ def other(peer: Peer) -> Prompt:
     return prompt
 
 
-@pytest.mark.parametrize("child", [None, "fork_waiting", "fork_without_hooks"])
+# A child that foreign code has forked holds the connection: only on one host another sign of the death is there.
+CHILDREN = [None, "fork_waiting", pytest.param("fork_without_hooks", marks=pytest.mark.needs(network=False))]
+
+
+@pytest.mark.parametrize("child", CHILDREN)
 def test_prompt_is_killed_before_a_pull(start_quick: Start, other: Prompt, child: str | None) -> None:
     """S-183, B06 (a): the next call says at once that the peer is gone, even while a forked child of it lives."""
     doomed = start_quick()
@@ -93,7 +98,7 @@ def test_prompt_is_killed_before_a_pull(start_quick: Start, other: Prompt, child
             os.kill(child_pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("child", [None, "fork_waiting", "fork_without_hooks"])
+@pytest.mark.parametrize("child", CHILDREN)
 def test_prompt_is_killed_during_a_pull(start_quick: Start, other: Prompt, child: str | None) -> None:
     """S-183, B06 (b): a pull that stands still ends when its peer dies, long before its own limit."""
     doomed = start_quick()
@@ -118,7 +123,7 @@ def test_prompt_is_killed_during_a_pull(start_quick: Start, other: Prompt, child
         decoder.prefill(cache)
         faults.resume.set()
         decoder.untouched(cache)
-        decoder.dd._engine.backend.faults = None
+        clear_faults(decoder.dd)
         check_survivor(decoder, prompt, other)
     finally:
         decoder.dd.finalize()
@@ -137,7 +142,7 @@ def test_prompt_is_killed_during_the_handshake(start_quick: Start, other: Prompt
     try:
         begin = time.monotonic()
         overall, each = decoder.dd.link_clusters([prompt.info(), other.info()], 20_000)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 15
         assert each[1] == LLMStatusCode.LLM_SUCCESS
         if (step, after) == ("READY", True) and each[0] == LLMStatusCode.LLM_SUCCESS:
             assert overall == LLMStatusCode.LLM_SUCCESS

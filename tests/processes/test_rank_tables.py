@@ -14,6 +14,7 @@ from typing import Any
 import members
 import pytest
 import traces
+from addresses import bindable
 from expect import failure
 from members import Member
 from peer import Peer
@@ -46,9 +47,9 @@ def table(
     """Write a rank table: one device for each rank."""
     devices = [{"device_id": "0", "device_ip": ip, "rank_id": str(rank), **more} for rank, ip in enumerate(ips)]
     devices = [devices[i] for i in order or range(len(ips))]
-    servers = [{"device": devices, "server_id": server}]
+    servers = [{"device": devices, "server_id": host(server)}]
     if version == "1.2":
-        servers = [{"device": [device], "server_id": f"10.0.0.{i}"} for i, device in enumerate(devices)]
+        servers = [{"device": [device], "server_id": host(f"10.0.0.{i}")} for i, device in enumerate(devices)]
     written = {"server_count": str(len(servers)), "server_list": servers, "status": "completed", "version": version}
     if version == "1.2":
         written["super_pod_list"] = [
@@ -59,7 +60,12 @@ def table(
 
 def ips(count: int) -> list[str]:
     """Give device addresses."""
-    return [f"192.168.10.{i}" for i in range(count)]
+    return [host(f"192.168.10.{i}") for i in range(count)]
+
+
+def host(ip: str) -> str:
+    """Give the address of a host in this run."""
+    return bindable(f"{ip}:1").rpartition(":")[0]
 
 
 def link(all_: Sequence[Member], name: str, text: str | Sequence[str]) -> list[int]:
@@ -132,11 +138,11 @@ def test_others_do_not_meet(crowd: Callable[..., list[Member]], what: str) -> No
     one, other = crowd(2, link_total_time=1)
     ranks = {10: 0, 11: 1}
     comms = [
-        one.dd.link("name", ranks, table(ips(2))),
+        one.dd.link("name", ranks, table(ips(3))),
         other.dd.link(
             "other" if what == "name" else "name",
             {10: 0, 11: 2} if what == "ranks" else ranks,
-            table(["192.168.10.9", "192.168.10.1"] if what == "address" else ips(2)),
+            table([host("192.168.10.9"), *ips(3)[1:]] if what == "address" else ips(3)),
         ),
     ]
     settle([one, other], comms, "FAILED")

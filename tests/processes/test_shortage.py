@@ -31,6 +31,7 @@ def check_usable(prompt: Prompt, decoder: Decoder, request: int) -> None:
     decoder.manager.deallocate_cache(cache)
 
 
+@pytest.mark.needs("sparse")
 def test_more_than_the_machine_has(prompt: Prompt, decoder: Decoder) -> None:
     """S-18: refused at once, not by a signal at the first touch, and all that was taken is given back."""
     decoder.link(prompt)
@@ -44,6 +45,7 @@ def test_more_than_the_machine_has(prompt: Prompt, decoder: Decoder) -> None:
         check_usable(prompt, decoder, 100 + round_)
 
 
+@pytest.mark.needs("sparse")
 def test_cgroup_limit(prompt: Prompt, decoder: Decoder) -> None:
     """S-18: tensors that fit are taken back when a later one does not; what was freed is used again."""
     decoder.link(prompt)
@@ -78,6 +80,7 @@ def test_pool_limit(peer: Peer, decoder: Decoder) -> None:
     prompt.manager.allocate_cache(desc, [CacheKey(1, 0)])
 
 
+@pytest.mark.needs("sparse")
 @pytest.mark.parametrize("more", [3 << 30, 5 << 30])
 def test_address_limit(start_quick: Callable[[], Peer], more: int) -> None:
     """S-18, S-175: under ulimit -v the pool is smaller; linking, pulling and the out-of-memory error work as ever."""
@@ -95,6 +98,7 @@ def test_address_limit(start_quick: Callable[[], Peer], more: int) -> None:
         decoder.dd.finalize()
 
 
+@pytest.mark.needs("sparse")
 def test_no_addresses_at_all(start_quick: Callable[[], Peer]) -> None:
     """S-175: `init` fails with the reason and leaves nothing; it works once there is room."""
     peer = start_quick()

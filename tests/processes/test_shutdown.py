@@ -77,6 +77,7 @@ def test_end_while_a_thread_copies(tmp_path: Path, mode: str, what: str, how: st
     assert ended.stdout.strip() == ("['LLM_ENGINE_FINALIZED']" if how == "finalize" else ""), ended
 
 
+@pytest.mark.needs("forks")
 @pytest.mark.parametrize("end", ["leave_at_once", "leave_with_hooks"])
 def test_child_inits_what_it_inherited(start_quick: Callable[[], Peer], peer: Peer, end: str) -> None:
     """B28: an object that a child has inherited can be initialised in the child, and ends there, not in the parent."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import inside
+import pytest
 import traces
 from expect import failure
 from pairs import Decoder, Prompt, bytes_desc
@@ -17,6 +18,7 @@ from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
 DESC = bytes_desc(2, 4, 8192)
 
 
+@pytest.mark.needs("mapped_words")
 def test_pulls_from_a_stopped_prompt_go_on(start_quick: Callable[[], Peer]) -> None:
     """S-141, S-183, B06: pulls need nothing of the prompt; `check_link_status` tells of its silence and recovers."""
     stopped = start_quick()

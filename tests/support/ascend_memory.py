@@ -1,6 +1,6 @@
 """Memory of Ascend devices, reached through the driver and not through the backend under test.
 
-Each step runs on a thread of its own, since the driver remembers a device for each thread: the caller's stays.
+The driver remembers a device for each thread. The caller's stays: where there is none a step runs on another thread.
 """
 
 from __future__ import annotations
@@ -61,16 +61,27 @@ def _copy(address: int, nbytes: int, kind: int, buffer: ctypes.Array[ctypes.c_ch
     _call("aclrtResetDevice", ctypes.c_int32(where.location.id))
 
 
+def _keeping_device(step: Callable[[], None]) -> None:
+    before = ctypes.c_void_p()
+    if _library().aclrtGetCurrentContext(ctypes.byref(before)):
+        _apart(step)
+        return
+    try:
+        step()
+    finally:
+        _call("aclrtSetCurrentContext", before)
+
+
 def write(address: int, data: bytes) -> None:
     """Put bytes at an address of this process, of device or host."""
     buffer = ctypes.create_string_buffer(data, len(data))
-    _apart(lambda: _copy(address, len(data), HOST_TO_DEVICE, buffer))
+    _keeping_device(lambda: _copy(address, len(data), HOST_TO_DEVICE, buffer))
 
 
 def read(address: int, nbytes: int) -> bytes:
     """Give the bytes at an address of this process, of device or host."""
     buffer = ctypes.create_string_buffer(nbytes)
-    _apart(lambda: _copy(address, nbytes, DEVICE_TO_HOST, buffer))
+    _keeping_device(lambda: _copy(address, nbytes, DEVICE_TO_HOST, buffer))
     return buffer.raw
 
 

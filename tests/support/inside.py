@@ -17,6 +17,7 @@ from typing import Any
 
 import memory
 import pairs
+from addresses import bindable
 from stall import clear_faults, set_faults
 
 from llm_datadist import (
@@ -203,9 +204,10 @@ def many(role: LLMRole, first: int, count: int, desc: CacheDesc) -> list[list[st
     """Start many engines in this process, which the one-instance rule of the facade does not allow."""
     options = []
     for cluster in range(first, first + count):
-        listen = [f"10.1.{cluster // 250}.{cluster % 250}:26000"]
+        listen = [bindable(f"10.1.{cluster // 250}.{cluster % 250}:26000")]
         instance = LLMDataDist(role, cluster)
-        instance.init(pairs.options(listen[0] if role is LLMRole.PROMPT else None))
+        # Each takes its share of the device, which all have in common.
+        instance.init(pairs.options(listen[0] if role is LLMRole.PROMPT else None, ge__flowGraphMemMaxSize="8388608"))
         cache = instance.kv_cache_manager.allocate_blocks_cache(desc)
         if role is LLMRole.PROMPT:
             instance.kv_cache_manager.deallocate_cache(cache)

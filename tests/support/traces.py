@@ -11,14 +11,18 @@ from collections import Counter
 from collections.abc import Callable
 
 import addresses
+import memory
 
-#: State of a listening socket in /proc/net/tcp.
-LISTEN = "0A"
+#: States of a socket in /proc/net/tcp.
+LISTENING, ESTABLISHED = "0A", "01"
 
 
 def of(pid: int) -> Counter[str]:
     """Count threads, descriptors by kind, and mappings of ours."""
-    found: Counter[str] = Counter(thread=len(os.listdir(f"/proc/{pid}/task")))
+    found: Counter[str] = Counter()
+    if not memory.in_driver():
+        # A driver has threads that come and go as it likes.
+        found["thread"] = len(os.listdir(f"/proc/{pid}/task"))
     for fd in os.listdir(f"/proc/{pid}/fd"):
         try:
             found[f"descriptor {os.readlink(f'/proc/{pid}/fd/{fd}').partition(':[')[0]}"] += 1
@@ -32,10 +36,10 @@ def of(pid: int) -> Counter[str]:
 def names(namespace: str) -> list[str]:
     """List the abstract sockets of a namespace, one line for a listener and one for each of its connections.
 
-    Where control runs over TCP, list the listeners of this test run.
+    Where control runs over TCP, the same of this test run.
     """
     if addresses.VARIABLE in os.environ:
-        return _listeners()
+        return _sockets()
     with open("/proc/net/unix") as table:
         return [line.split()[-1] for line in table if f"/{namespace}/" in line]
 
@@ -58,14 +62,14 @@ def wait_for(pid: int, expected: Counter[str]) -> None:
         time.sleep(0.002)
 
 
-def _listeners() -> list[str]:
-    found = []
+def _sockets() -> list[str]:
     with open("/proc/net/tcp") as table:
-        for line in table:
-            _, local, _, state, *_ = line.split()
-            if state == LISTEN:
-                host, port = (bytes.fromhex(part)[::-1] for part in local.split(":"))
-                ip = ".".join(str(byte) for byte in host)
-                if ip.startswith(f"127.{os.environ[addresses.VARIABLE]}."):
-                    found.append(f"{ip}:{int.from_bytes(port, 'little')}")
-    return found
+        ends = [line.split()[1:4:2] for line in table]
+    listening = {local for local, state in ends if state == LISTENING}
+    named = [_written(local) for local, state in ends if local in listening and state in (LISTENING, ESTABLISHED)]
+    return [name for name in named if name.startswith(f"127.{os.environ[addresses.VARIABLE]}.")]
+
+
+def _written(end: str) -> str:
+    host, port = (bytes.fromhex(part) for part in end.split(":"))
+    return f"{'.'.join(str(byte) for byte in host[::-1])}:{int.from_bytes(port, 'big')}"
