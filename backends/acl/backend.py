@@ -99,11 +99,12 @@ class AclBackend(Backend):
         kept = self._closer.close() + self._copies.close()
         # A card may still write where a link has not ended, so its memory stays registered and allocated.
         kept = kept or self._memory.close() or self._release_devices()
-        self._windows.clear()
         if kept:
             warnings.warn(
                 f"the Ascend driver did not take back everything: {'; '.join(kept)}", RuntimeWarning, stacklevel=2
             )
+        else:
+            self._windows.clear()
 
     def _release_devices(self) -> list[str]:
         try:

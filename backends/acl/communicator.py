@@ -38,6 +38,8 @@ _LONGEST_PAUSE_S: Final = 5.0
 _UNAVAIL: Final = 7
 _TIMEOUT: Final = 9
 _AGAIN: Final = 20
+#: For each phase of one try to meet the peer: the three together must take less than `end` is willing to wait.
+_PREPARE_S: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class Communicator:
         self.handle: int | None = None
         #: The peer can't reach memory of this side any more, for good.
         self.ended = False
+        #: `end` was called, so nothing may be made any more.
+        self._ending = False
         self._stream: Stream | None = None
         #: Held while it is made, and while it ends.
         self._stage = threading.Lock()
@@ -127,12 +131,15 @@ class Communicator:
         Raises
         ------
         BackendError
-            What failed. `end` must follow.
+            What failed; ``CLOSING`` after `end`. `end` must follow, if it was not called yet.
         """
         with self._stage:
+            if self._ending:
+                raise BackendError(Failure.CLOSING, "this side has closed the link while it was being made")
             self._bounce = self._memory.reserve(self.device.id, BOUNCE_BYTES, MemoryKind.DEVICE, exported=False)
             self._make(traffic, deadline_ns, alive)
             self._memory.bind(self, self._bounce)
+            _require(alive)
             self._prepare(deadline_ns, alive)
             try:
                 self._stream = Stream(self.device)
@@ -172,7 +179,7 @@ class Communicator:
         config = HcclPrepareConfig()
         while True:
             # The limit holds for each of three phases; the first, in which the peer may be late, takes the time.
-            seconds = max(1, int(_left_s(deadline_ns) / 3))
+            seconds = min(_PREPARE_S, max(1, int(_left_s(deadline_ns) / 3)))
             try:
                 with self.device.current():
                     self.device.library.call("HcclCommPrepare", self.handle, ctypes.byref(config), seconds)
@@ -222,6 +229,7 @@ class Communicator:
         BackendError
             ``UNLINK_FAILED``. What the peer's card might still write to stays registered.
         """
+        self._ending = True
         if not self._stage.acquire(timeout=max(0.0, _left_s(deadline_ns))):
             raise BackendError(Failure.UNLINK_FAILED, "a link could not be ended, for it was still being made")
         try:

@@ -33,6 +33,8 @@ from llm_datadist.backends.acl import communicator as communicator_module
 from llm_datadist.backends.acl import endpoint as endpoint_module
 from llm_datadist.backends.acl import ranges
 from llm_datadist.backends.acl.backend import AclBackend
+from llm_datadist.backends.acl.communicator import Traffic
+from llm_datadist.backends.acl.endpoint import AclEndpoint
 from llm_datadist.backends.acl.structures import NOT_SET, HcclPrepareConfig, comm_config
 
 LinkAcl = Callable[..., Link]
@@ -298,6 +300,11 @@ def test_no_transfer_begins_after_its_deadline(hccs: Two) -> None:
         Failure.TIMED_OUT, read, hccs.endpoint, place, [hccs.mine[DEVICE].address], span_runs(0, 0, MIB), 0.0
     )
     assert not error.breaks_link
+
+
+def acl_endpoint(two: Two) -> AclEndpoint:
+    assert isinstance(two.endpoint, AclEndpoint)
+    return two.endpoint
 
 
 class Interrupting:
@@ -621,24 +628,58 @@ def test_packets_are_marked_as_the_user_says(
     assert sorted(marks) == [(132, 4), (NOT_SET, NOT_SET)]
 
 
+@pytest.mark.parametrize("devices", [(0,), (0, 2)])
 def test_a_backend_can_be_closed_while_a_link_is_made(
-    driver: Ascend, monkeypatch: pytest.MonkeyPatch, make_acl: MakeBackend
+    driver: Ascend, monkeypatch: pytest.MonkeyPatch, make_acl: MakeBackend, devices: tuple[int, ...]
 ) -> None:
-    monkeypatch.setenv("FAKE_ASCEND_SECOND", "20")
+    monkeypatch.setenv("FAKE_ASCEND_SECOND", "100")
     driver.reload()
-    left, right = make_acl(0), make_acl(1)
+    left, right = make_acl(*devices), make_acl(*(device + 1 for device in devices))
     preparing = threading.Event()
     monkeypatch.setattr(communicator_module, "HcclPrepareConfig", lambda: (preparing.set(), HcclPrepareConfig())[1])
     errors: list[BackendError] = []
     control, other = socket.socketpair()
 
     def connect() -> None:
-        errors.append(refused(Failure.PEER_GONE, lonely, left, right.export(), control, float(SECONDS)))
+        # A third of this is more than the backend waits for the end of a link.
+        errors.append(refused(Failure.PEER_GONE, lonely, left, right.export(), control, 3600.0))
 
     with control, other:
         thread = threading.Thread(target=connect)
         thread.start()
         assert preparing.wait(SECONDS)
-        left.close()
+        left.close()  # warns when something is left
         thread.join(SECONDS)
     assert "closed the link" in errors[0].text
+
+
+def test_a_communicator_that_was_ended_is_not_made(hccs: Two) -> None:
+    [communicator] = acl_endpoint(hccs).communicators
+    hccs.link.left.close()
+    hccs.left._closer.close()
+    error = refused(Failure.CLOSING, communicator.open, Traffic(), deadline_in(SECONDS), lambda: True)
+    assert "closed" in error.text
+
+
+def test_windows_stay_where_a_link_may_still_be_used(driver: Ascend) -> None:
+    script = """
+import warnings
+from ascend import *
+
+left, right = AclBackend(), AclBackend()
+left.open([0], {})
+right.open([1], {})
+window = left.make_windows(4096, 4096)[0]
+link = Link(left, right)
+Ascend.loaded().inject("HcclCommDestroy:1:4")
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    left.close()
+assert len(told) == 1
+assert ctypes.string_at(window.address, 8) == bytes(8)
+link.close()
+right.close()
+print("done", flush=True)
+os._exit(0)
+"""
+    assert in_process(script) == "done\n"
