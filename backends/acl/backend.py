@@ -193,7 +193,10 @@ class AclBackend(Backend):
         ]
         name = ", ".join(f"device {side.device_id} of server {side.server_id}" for side in described.sides)
         endpoint = AclEndpoint(communicators, described, self._copies, liveness, name, self._retire)
-        self._closer.start()
+        try:
+            self._closer.start()
+        except RuntimeError as error:
+            raise BackendError(Failure.LINK_FAILED, f"no thread could be started to end links: {error}") from error
         with self._lock:
             self._require_open()
             self._endpoints.add(endpoint)
@@ -208,10 +211,10 @@ class AclBackend(Backend):
     def _retire(self, endpoint: AclEndpoint) -> None:
         if self._abandoned:
             return
-        with self._lock:
-            self._endpoints.discard(endpoint)
         for communicator in endpoint.communicators:
             self._closer.end(communicator)
+        with self._lock:  # not before: `close` waits for what it still finds here
+            self._endpoints.discard(endpoint)
 
     def _require_open(self) -> None:
         if not self._is_open:

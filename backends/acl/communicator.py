@@ -72,7 +72,7 @@ class Communicator:
         self._table, self._rank = rank_table(mine, theirs)
         self._rdma = uses_rdma(mine, theirs)
         self.handle: int | None = None
-        #: The peer can't reach memory of this side any more, for good.
+        #: Neither the peer nor this side's card can reach memory of this side any more, for good.
         self.ended = False
         #: `end` was called, so nothing may be made any more.
         self._ending = False
@@ -105,13 +105,14 @@ class Communicator:
 
     def unbind(self, region: Region, handle: int) -> None:
         """Unbind a region if it is bound. The device is current."""
-        if self._bound.pop(region.id, None) is None:
+        if region.id not in self._bound:
             return
-        self._local = RegionTable(self._bound.values())
         try:
             self.device.library.call("HcclCommUnbindMem", self.handle, handle)
         except NativeError as error:
             raise failure(error, f"{_describe(region)} could not be unbound", step=Step.UNLINK) from error
+        del self._bound[region.id]
+        self._local = RegionTable(self._bound.values())
 
     def find(self, address: int, nbytes: int) -> Region | None:
         """Give the region of this side that a range is in and that transfers can use as it is."""
@@ -239,8 +240,9 @@ class Communicator:
                 steps.callback(self._destroy, deadline_ns)
                 steps.callback(self._memory.unbind, self)
                 steps.callback(self.abort)
-        except NativeError as error:
-            raise failure(error, "a link could not be ended", step=Step.UNLINK) from error
+        except (BackendError, NativeError) as error:
+            code = error.code if isinstance(error, NativeError) else error.native_code
+            raise BackendError(Failure.UNLINK_FAILED, f"a link could not be ended: {error}", code) from error
         finally:
             self._stage.release()
 
@@ -259,10 +261,11 @@ class Communicator:
                     raise NativeError("HcclCommDestroy", code, self.device.library.recent())
             if code:
                 time.sleep(_FIRST_PAUSE_S)
-        self.ended = True
+        # The card may go on with what could not be aborted.
+        self.ended = self._stream is None or self._stream.aborted
 
     def _release_bounce(self) -> None:
-        if self._bounce is not None and self.handle is None:
+        if self._bounce is not None and self.ended:
             self._memory.release(self._bounce)
             self._bounce = None
 

@@ -49,7 +49,7 @@ class Device:
         try:
             self.library.call("aclrtSetCurrentContext", self._context)
         except NativeError as error:
-            raise failure(error, f"device {self.id} can't be used any more", step=Step.DEVICE) from error
+            raise failure(error, f"device {self.id} can't be used any more", step=Step.CONTEXT) from error
         try:
             yield
         finally:
