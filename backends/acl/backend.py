@@ -76,7 +76,8 @@ class AclBackend(Backend):
         )
         given = parse_local_comm_res(options.get(OPTION, ""))
         library = open_library(os.environ)
-        with ExitStack() as undo:
+        undo = ExitStack()
+        try:
             self._devices = claim(library, devices, undo)
             self._positions = {device.id: position for position, device in enumerate(self._devices)}
             self._sides = find_sides(library, self._devices, given, os.environ)
@@ -85,7 +86,15 @@ class AclBackend(Backend):
             self._memory = Memory(by_id, self._host, hccs=os.environ.get(INTRA_ROCE_VARIABLE) != "1")
             self._copies = Copies(by_id, self._memory, self._host, int(options.get("llm.CopyThreads", 1)))
             self._closer = Closer()
-            self._undo = undo.pop_all()
+        except BackendError as error:
+            if kept := _release(undo):
+                text = f"{error.text}; and the driver did not take back everything: {'; '.join(kept)}"
+                raise BackendError(error.kind, text, error.native_code) from error
+            raise
+        except BaseException:
+            _release(undo)
+            raise
+        self._undo = undo
         self._is_open = True
 
     def close(self) -> None:
@@ -98,20 +107,13 @@ class AclBackend(Backend):
             endpoint.close()
         kept = self._closer.close() + self._copies.close()
         # A card may still write where a link has not ended, so its memory stays registered and allocated.
-        kept = kept or self._memory.close() or self._release_devices()
+        kept = kept or self._memory.close() or _release(self._undo)
         if kept:
             warnings.warn(
                 f"the Ascend driver did not take back everything: {'; '.join(kept)}", RuntimeWarning, stacklevel=2
             )
         else:
             self._windows.clear()
-
-    def _release_devices(self) -> list[str]:
-        try:
-            self._undo.close()
-        except NativeError as error:
-            return [str(error)]
-        return []
 
     def abandon(self) -> None:
         # The driver does not survive a fork: not one call may be made. Takes no lock: in a forked child another thread
@@ -219,6 +221,15 @@ class AclBackend(Backend):
     def _require_open(self) -> None:
         if not self._is_open:
             raise BackendError(Failure.UNAVAILABLE, "the acl backend is closed")
+
+
+def _release(devices: ExitStack) -> list[str]:
+    """Give devices back; say what the driver did not take."""
+    try:
+        devices.close()
+    except NativeError as error:
+        return [str(error)]
+    return []
 
 
 def _number(options: Mapping[str, str], key: str, highest: int, step: int) -> int:

@@ -253,13 +253,13 @@ class Communicator:
 
     def _destroy(self, deadline_ns: int) -> None:
         while self.handle is not None:
-            with self.device.current():
-                code = self.device.library.code("HcclCommDestroy", self.handle)
-                if code == 0:
-                    self.handle = None
-                elif code != _AGAIN or _left_s(deadline_ns) <= 0:
-                    raise NativeError("HcclCommDestroy", code, self.device.library.recent())
-            if code:
+            try:
+                with self.device.current():
+                    self.device.library.call("HcclCommDestroy", self.handle)
+                self.handle = None
+            except NativeError as error:
+                if error.code != _AGAIN or _left_s(deadline_ns) <= 0:
+                    raise
                 time.sleep(_FIRST_PAUSE_S)
         # The card may go on with what could not be aborted.
         self.ended = self._stream is None or self._stream.aborted
