@@ -76,7 +76,8 @@ class AclBackend(Backend):
         )
         given = parse_local_comm_res(options.get(OPTION, ""))
         library = open_library(os.environ)
-        with ExitStack() as undo:
+        undo = ExitStack()
+        try:
             self._devices = claim(library, devices, undo)
             self._positions = {device.id: position for position, device in enumerate(self._devices)}
             self._sides = find_sides(library, self._devices, given, os.environ)
@@ -85,7 +86,15 @@ class AclBackend(Backend):
             self._memory = Memory(by_id, self._host, hccs=os.environ.get(INTRA_ROCE_VARIABLE) != "1")
             self._copies = Copies(by_id, self._memory, self._host, int(options.get("llm.CopyThreads", 1)))
             self._closer = Closer()
-            self._undo = undo.pop_all()
+        except BackendError as error:
+            if kept := _release(undo):
+                text = f"{error.text}; and the driver did not take back everything: {'; '.join(kept)}"
+                raise BackendError(error.kind, text, error.native_code) from error
+            raise
+        except BaseException:
+            _release(undo)
+            raise
+        self._undo = undo
         self._is_open = True
 
     def close(self) -> None:
@@ -98,19 +107,13 @@ class AclBackend(Backend):
             endpoint.close()
         kept = self._closer.close() + self._copies.close()
         # A card may still write where a link has not ended, so its memory stays registered and allocated.
-        kept = kept or self._memory.close() or self._release_devices()
-        self._windows.clear()
+        kept = kept or self._memory.close() or _release(self._undo)
         if kept:
             warnings.warn(
                 f"the Ascend driver did not take back everything: {'; '.join(kept)}", RuntimeWarning, stacklevel=2
             )
-
-    def _release_devices(self) -> list[str]:
-        try:
-            self._undo.close()
-        except NativeError as error:
-            return [str(error)]
-        return []
+        else:
+            self._windows.clear()
 
     def abandon(self) -> None:
         # The driver does not survive a fork: not one call may be made. Takes no lock: in a forked child another thread
@@ -192,7 +195,10 @@ class AclBackend(Backend):
         ]
         name = ", ".join(f"device {side.device_id} of server {side.server_id}" for side in described.sides)
         endpoint = AclEndpoint(communicators, described, self._copies, liveness, name, self._retire)
-        self._closer.start()
+        try:
+            self._closer.start()
+        except RuntimeError as error:
+            raise BackendError(Failure.LINK_FAILED, f"no thread could be started to end links: {error}") from error
         with self._lock:
             self._require_open()
             self._endpoints.add(endpoint)
@@ -207,14 +213,23 @@ class AclBackend(Backend):
     def _retire(self, endpoint: AclEndpoint) -> None:
         if self._abandoned:
             return
-        with self._lock:
-            self._endpoints.discard(endpoint)
         for communicator in endpoint.communicators:
             self._closer.end(communicator)
+        with self._lock:  # not before: `close` waits for what it still finds here
+            self._endpoints.discard(endpoint)
 
     def _require_open(self) -> None:
         if not self._is_open:
             raise BackendError(Failure.UNAVAILABLE, "the acl backend is closed")
+
+
+def _release(devices: ExitStack) -> list[str]:
+    """Give devices back; say what the driver did not take."""
+    try:
+        devices.close()
+    except NativeError as error:
+        return [str(error)]
+    return []
 
 
 def _number(options: Mapping[str, str], key: str, highest: int, step: int) -> int:

@@ -7,8 +7,6 @@ import threading
 import time
 from typing import Final, Protocol
 
-from llm_datadist.backend import BackendError
-
 __all__ = ["Closer"]
 
 #: For one communicator, and for all of them when the backend closes.
@@ -20,7 +18,7 @@ class Ending(Protocol):
     """What can be ended."""
 
     def end(self, deadline_ns: int) -> None:
-        """End it, or raise `BackendError`."""
+        """End it, or raise."""
 
 
 class Closer:
@@ -60,5 +58,5 @@ class Closer:
         while (ending := self._jobs.get()) is not None:
             try:
                 ending.end(time.monotonic_ns() + LIMIT_NS)
-            except BackendError as error:
-                self._failed.append(error.text)
+            except Exception as error:  # whatever it is, the others are to be ended too
+                self._failed.append(str(error) or type(error).__name__)

@@ -109,6 +109,7 @@ class Step(enum.Enum):
     """What was done when a native call failed."""
 
     DEVICE = "initialise, claim a device"
+    CONTEXT = "make a device current"
     MEMORY = "allocate device memory"
     HOST_MEMORY = "allocate host memory"
     REGISTER = "register or deregister memory"
@@ -121,7 +122,6 @@ class Step(enum.Enum):
 
 
 _WRONG_CONTEXT: Final = frozenset((107002, 107003, 107017))
-_ABORTED: Final = frozenset((107022, 107023))
 _BAD_VALUE: Final = frozenset((100000, 107000, 107001))
 #: Steps whose arguments come from the user; elsewhere a bad value is a mistake of ours.
 _USERS_VALUES: Final = frozenset((Step.DEVICE, Step.MEMORY, Step.HOST_MEMORY, Step.REGISTER, Step.COPY))
@@ -131,6 +131,8 @@ _ACL_ANYWHERE: Final = {
     **dict.fromkeys((507053, 507054, 507055), Failure.DEVICE_MEMORY),
     507057: Failure.SUSPECT_REMOTE,
     **dict.fromkeys((200001, 207000), Failure.UNSUPPORTED),
+    # Our own aborts have a reason that was told already; these are of others.
+    **dict.fromkeys((107022, 107023), Failure.FAILED),
     **dict.fromkeys(_WRONG_CONTEXT, Failure.FAILED),
 }
 _ACL_AT: Final = {
@@ -146,7 +148,7 @@ _OTHERWISE: Final = {
 }
 
 
-def failure(error: NativeError, doing: str, *, step: Step, aborted_for: Failure = Failure.FAILED) -> BackendError:
+def failure(error: NativeError, doing: str, *, step: Step) -> BackendError:
     """Say what a native failure is to the engine.
 
     Parameters
@@ -157,23 +159,19 @@ def failure(error: NativeError, doing: str, *, step: Step, aborted_for: Failure 
         What we did, and with which peer if there is one: the start of the text.
     step : Step
         The same, for the choice of the kind.
-    aborted_for : Failure, optional
-        Why we had aborted the stream, if we had: the reason of failures that come of it.
     """
     hint = ""
     if error.code in _WRONG_CONTEXT and not error.function.startswith("Hccl"):
         hint = " (internal: wrong context)"
-    return BackendError(_kind(error, step, aborted_for), f"{doing}: {error}{hint}", error.code)
+    return BackendError(_kind(error, step), f"{doing}: {error}{hint}", error.code)
 
 
-def _kind(error: NativeError, step: Step, aborted_for: Failure) -> Failure:
+def _kind(error: NativeError, step: Step) -> Failure:
     otherwise = _OTHERWISE.get(step, Failure.FAILED)
     if step is Step.UNLINK:
         return otherwise
     if error.function.startswith("Hccl"):
         return _HCCL_AT.get(step, {}).get(error.code, otherwise)
-    if error.code in _ABORTED:
-        return aborted_for
     if error.code in _BAD_VALUE and step in _USERS_VALUES:
         return Failure.INVALID
     return {**_ACL_ANYWHERE, **_ACL_AT.get(step, {})}.get(error.code, otherwise)

@@ -38,6 +38,8 @@ _LONGEST_PAUSE_S: Final = 5.0
 _UNAVAIL: Final = 7
 _TIMEOUT: Final = 9
 _AGAIN: Final = 20
+#: For each phase of one try to meet the peer: the three together must take less than `end` is willing to wait.
+_PREPARE_S: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,10 @@ class Communicator:
         self._table, self._rank = rank_table(mine, theirs)
         self._rdma = uses_rdma(mine, theirs)
         self.handle: int | None = None
-        #: The peer can't reach memory of this side any more, for good.
+        #: Neither the peer nor this side's card can reach memory of this side any more, for good.
         self.ended = False
+        #: `end` was called, so nothing may be made any more.
+        self._ending = False
         self._stream: Stream | None = None
         #: Held while it is made, and while it ends.
         self._stage = threading.Lock()
@@ -101,13 +105,14 @@ class Communicator:
 
     def unbind(self, region: Region, handle: int) -> None:
         """Unbind a region if it is bound. The device is current."""
-        if self._bound.pop(region.id, None) is None:
+        if region.id not in self._bound:
             return
-        self._local = RegionTable(self._bound.values())
         try:
             self.device.library.call("HcclCommUnbindMem", self.handle, handle)
         except NativeError as error:
             raise failure(error, f"{_describe(region)} could not be unbound", step=Step.UNLINK) from error
+        del self._bound[region.id]
+        self._local = RegionTable(self._bound.values())
 
     def find(self, address: int, nbytes: int) -> Region | None:
         """Give the region of this side that a range is in and that transfers can use as it is."""
@@ -127,12 +132,15 @@ class Communicator:
         Raises
         ------
         BackendError
-            What failed. `end` must follow.
+            What failed; ``CLOSING`` after `end`. `end` must follow, if it was not called yet.
         """
         with self._stage:
+            if self._ending:
+                raise BackendError(Failure.CLOSING, "this side has closed the link while it was being made")
             self._bounce = self._memory.reserve(self.device.id, BOUNCE_BYTES, MemoryKind.DEVICE, exported=False)
             self._make(traffic, deadline_ns, alive)
             self._memory.bind(self, self._bounce)
+            _require(alive)
             self._prepare(deadline_ns, alive)
             try:
                 self._stream = Stream(self.device)
@@ -172,7 +180,7 @@ class Communicator:
         config = HcclPrepareConfig()
         while True:
             # The limit holds for each of three phases; the first, in which the peer may be late, takes the time.
-            seconds = max(1, int(_left_s(deadline_ns) / 3))
+            seconds = min(_PREPARE_S, max(1, int(_left_s(deadline_ns) / 3)))
             try:
                 with self.device.current():
                     self.device.library.call("HcclCommPrepare", self.handle, ctypes.byref(config), seconds)
@@ -222,6 +230,7 @@ class Communicator:
         BackendError
             ``UNLINK_FAILED``. What the peer's card might still write to stays registered.
         """
+        self._ending = True
         if not self._stage.acquire(timeout=max(0.0, _left_s(deadline_ns))):
             raise BackendError(Failure.UNLINK_FAILED, "a link could not be ended, for it was still being made")
         try:
@@ -231,8 +240,9 @@ class Communicator:
                 steps.callback(self._destroy, deadline_ns)
                 steps.callback(self._memory.unbind, self)
                 steps.callback(self.abort)
-        except NativeError as error:
-            raise failure(error, "a link could not be ended", step=Step.UNLINK) from error
+        except (BackendError, NativeError) as error:
+            code = error.code if isinstance(error, NativeError) else error.native_code
+            raise BackendError(Failure.UNLINK_FAILED, f"a link could not be ended: {error}", code) from error
         finally:
             self._stage.release()
 
@@ -243,18 +253,19 @@ class Communicator:
 
     def _destroy(self, deadline_ns: int) -> None:
         while self.handle is not None:
-            with self.device.current():
-                code = self.device.library.code("HcclCommDestroy", self.handle)
-                if code == 0:
-                    self.handle = None
-                elif code != _AGAIN or _left_s(deadline_ns) <= 0:
-                    raise NativeError("HcclCommDestroy", code, self.device.library.recent())
-            if code:
+            try:
+                with self.device.current():
+                    self.device.library.call("HcclCommDestroy", self.handle)
+                self.handle = None
+            except NativeError as error:
+                if error.code != _AGAIN or _left_s(deadline_ns) <= 0:
+                    raise
                 time.sleep(_FIRST_PAUSE_S)
-        self.ended = True
+        # The card may go on with what could not be aborted.
+        self.ended = self._stream is None or self._stream.aborted
 
     def _release_bounce(self) -> None:
-        if self._bounce is not None and self.handle is None:
+        if self._bounce is not None and self.ended:
             self._memory.release(self._bounce)
             self._bounce = None
 

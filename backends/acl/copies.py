@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +17,7 @@ from llm_datadist.backends.acl.codes import Step, failure
 from llm_datadist.backends.acl.devices import Device
 from llm_datadist.backends.acl.library import NativeError
 from llm_datadist.backends.acl.memory import Memory
+from llm_datadist.backends.acl.pointers import location_of
 from llm_datadist.backends.acl.streams import Stream
 from llm_datadist.backends.acl.structures import AclrtMemcpyBatchAttr, CopyKind, LocationType
 from llm_datadist.backends.host.memory import HostMemory
@@ -54,6 +56,7 @@ class Copies:
         self._memory = memory
         self._host = host
         self._threads = threads
+        self._any_device = next(iter(devices.values()))
         self._queues = {id: Queue(device, memory) for id, device in devices.items()}
 
     def run(self, plan: Plan, *, ordered: bool) -> None:
@@ -106,6 +109,13 @@ class Copies:
     def _side(self, address: int, nbytes: int) -> Side:
         region = self._memory.find(address, nbytes)
         if region is None:
+            # The processor's own view of its addresses may show memory of a device as if it could be read.
+            for at in (address, address + max(nbytes, 1) - 1):
+                location = location_of(self._any_device, at) if 0 < at < 1 << 64 else None
+                if location is not None and location.type == LocationType.DEVICE:
+                    raise BackendError(
+                        Failure.INVALID, f"{nbytes} bytes at {address:#x} are memory of a device that is not registered"
+                    )
             return _PAGEABLE
         if region.kind is MemoryKind.DEVICE:
             return self._queues[region.device].side
@@ -139,8 +149,21 @@ class Queue:
         self._memory = memory
         self._batches = device.library.has("aclrtMemcpyBatch")
         self._stream: Stream | None = None
+        #: A copy failed, and what was queued could not be stopped.
+        self._running = False
         self._scratch: Region | None = None
         self._lock = threading.Lock()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if not self._lock.acquire(timeout=LIMIT_NS / 1e9):
+            raise BackendError(
+                Failure.TIMED_OUT, f"other copies on device {self._device.id} took {LIMIT_NS / 1e9:.0f} s"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def pageable(self, pieces: Iterable[Piece], kind: CopyKind) -> None:
         """Copy between the device and memory that the driver must copy at once."""
@@ -153,7 +176,7 @@ class Queue:
 
     def pinned(self, pieces: Iterator[Piece], kind: CopyKind, *, ordered: bool) -> None:
         """Copy between the device and pinned memory, in batches where the driver knows them."""
-        with self._lock:
+        with self._turn():
             while chunk := list(itertools.islice(pieces, QUEUED)):
                 # A batch is done in any order.
                 if ordered or not self._batch(chunk, kind):
@@ -163,7 +186,7 @@ class Queue:
         """Copy inside the device; what is done in order may overlap."""
         if ordered:
             pieces = (part for piece in pieces for part in self._apart(*piece))
-        with self._lock:  # all the time: what is in the scratch must not be another copy's
+        with self._turn():  # all the time: what is in the scratch must not be another copy's
             while chunk := list(itertools.islice(pieces, QUEUED)):
                 self._queue(chunk, CopyKind.DEVICE_TO_DEVICE)
 
@@ -196,28 +219,30 @@ class Queue:
         upward = kind is CopyKind.HOST_TO_DEVICE
         there, here = (attributes.dstLoc, attributes.srcLoc) if upward else (attributes.srcLoc, attributes.dstLoc)
         there.id, there.type, here.type = self._device.id, LocationType.DEVICE, LocationType.HOST
-        with self._device.current():
-            code = self._device.library.code(
-                "aclrtMemcpyBatch",
-                addresses(*destinations),
-                counts(*sizes),
-                addresses(*sources),
-                counts(*sizes),
-                len(pieces),
-                ctypes.byref(attributes),
-                ctypes.byref(first),
-                1,
-                ctypes.byref(failed),
-            )
-            if code in _NOT_SUPPORTED:
-                self._batches = False
-                return False
-            if code:
-                raise self._failed(NativeError("aclrtMemcpyBatch", code, self._device.library.recent()))
-        return True
+        try:
+            with self._device.current():
+                self._device.library.call(
+                    "aclrtMemcpyBatch",
+                    addresses(*destinations),
+                    counts(*sizes),
+                    addresses(*sources),
+                    counts(*sizes),
+                    len(pieces),
+                    ctypes.byref(attributes),
+                    ctypes.byref(first),
+                    1,
+                    ctypes.byref(failed),
+                )
+        except NativeError as error:
+            if error.code not in _NOT_SUPPORTED:
+                raise self._failed(error) from error
+            self._batches = False
+        return self._batches
 
     def _queue(self, pieces: Sequence[Piece], kind: CopyKind) -> None:
         """Copy one after the other on the stream, and wait for the last."""
+        if self._running:
+            self._stop("an earlier copy failed")
         try:
             self._stream = stream = self._stream or Stream(self._device)
             with self._device.current():
@@ -226,17 +251,28 @@ class Queue:
                         "aclrtMemcpyAsync", destination, nbytes, source, nbytes, kind, stream.handle
                     )
             stream.wait(time.monotonic_ns() + LIMIT_NS, lambda: True)
-        except NativeError as error:
+        except BaseException as error:
+            told = self._failed(error) if isinstance(error, NativeError) else error
+            self._stop(str(told) or type(told).__name__)
+            if told is error:
+                raise
+            raise told from error
+
+    def _stop(self, why: str) -> None:
+        """Stop what is queued, so that its memory is the caller's again."""
+        try:
             self._drop_stream()
-            raise self._failed(error) from error
-        except BaseException:
-            self._drop_stream()
-            raise
+        except (BackendError, NativeError) as error:
+            self._running = self._stream is not None
+            still = ", so bytes may still move" * self._running
+            raise BackendError(Failure.FAILED, f"{why}; and its stream could not be ended{still}: {error}") from error
+        self._running = False
 
     def _drop_stream(self) -> None:
-        """Stop what is queued: its memory is the caller's again."""
-        stream, self._stream = self._stream, None
-        if stream is not None:
+        if self._stream is not None:
+            stream = self._stream
+            stream.abort()
+            self._stream = None
             stream.destroy()
 
     def _failed(self, error: NativeError) -> BackendError:
@@ -245,6 +281,6 @@ class Queue:
     def close(self) -> list[str]:
         try:
             self._drop_stream()
-        except NativeError as error:
+        except (BackendError, NativeError) as error:
             return [f"the copy stream of device {self._device.id}: {error}"]
         return []

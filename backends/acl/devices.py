@@ -49,7 +49,7 @@ class Device:
         try:
             self.library.call("aclrtSetCurrentContext", self._context)
         except NativeError as error:
-            raise failure(error, f"device {self.id} can't be used any more", step=Step.DEVICE) from error
+            raise failure(error, f"device {self.id} can't be used any more", step=Step.CONTEXT) from error
         try:
             yield
         finally:
@@ -70,7 +70,7 @@ def restore(library: Library, context: int | None) -> None:
 
 
 def claim(library: Library, ids: Sequence[int], undo: ExitStack) -> list[Device]:
-    """Initialise ACL and claim devices; ``undo`` is given what gives them back.
+    """Initialise ACL and claim devices; ``undo`` is given what gives them back, which may raise `NativeError`.
 
     Raises
     ------
@@ -86,10 +86,11 @@ def claim(library: Library, ids: Sequence[int], undo: ExitStack) -> list[Device]
 
 
 def _initialise(library: Library, undo: ExitStack) -> None:
-    code = library.code("aclInit", None)
-    if code not in (0, REPEAT_INITIALIZE):
-        error = NativeError("aclInit", code, library.recent())
-        raise failure(error, "ACL could not be initialised", step=Step.DEVICE)
+    try:
+        library.call("aclInit", None)
+    except NativeError as error:
+        if error.code != REPEAT_INITIALIZE:
+            raise failure(error, "ACL could not be initialised", step=Step.DEVICE) from error
     # It counts down what our aclInit counted up. The older aclFinalize would end ACL for all its users in the process,
     # so where this is missing ACL is left alive.
     if library.has("aclFinalizeReference"):

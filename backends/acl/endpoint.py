@@ -100,6 +100,9 @@ class AclEndpoint(Endpoint):
         return known
 
     def _require_open(self) -> None:
+        if self._broken:
+            text = f"the link with {self._name} is broken: {self._broken}"
+            raise BackendError(Failure.FAILED, text, breaks_link=True)
         if self._closed:
             raise BackendError(Failure.PEER_GONE, f"the link with {self._name} is closed")
 
@@ -117,9 +120,6 @@ class AclEndpoint(Endpoint):
             raise BackendError(Failure.TIMED_OUT, f"there was no time for a transfer with {self._name}")
         try:
             self._require_open()
-            if self._broken:
-                text = f"the link with {self._name} is broken: {self._broken}"
-                raise BackendError(Failure.FAILED, text, breaks_link=True)
             direct, bounced = self._sort(plan, write)
             runs = plan.runs.tolist()
             if not write:
@@ -178,13 +178,17 @@ class AclEndpoint(Endpoint):
 
     @contextmanager
     def _breaking(self, write: bool) -> Iterator[None]:
-        """End the link's use when what is done inside fails: what is queued must not touch memory after the call."""
+        """End the link when what is done inside fails: what is queued must not touch memory after the call.
+
+        Where that can't be stopped, `revoked` says no until it can.
+        """
         try:
             yield
         except BaseException as error:
             told = self._explain(error, write)
             self._broken = str(told) or type(told).__name__
             running = [text for communicator in self.communicators if (text := _abort(communicator))]
+            self.close()
             if running:
                 text = f"{told}; and what is queued could not be stopped, so bytes may still move: {'; '.join(running)}"
                 raise BackendError(Failure.FAILED, text, breaks_link=True) from error
@@ -209,10 +213,10 @@ class AclEndpoint(Endpoint):
         return not self._closed and self._liveness.alive()
 
     def close(self) -> None:
-        with self._closing:
-            closed, self._closed = self._closed, True
-        if not closed:
-            self._retire(self)
+        with self._closing:  # also who comes second returns when the rest is on its way
+            if not self._closed:
+                self._closed = True
+                self._retire(self)
 
     def revoked(self) -> bool:
         return all(communicator.ended for communicator in self.communicators)
@@ -222,7 +226,7 @@ def _abort(communicator: Communicator) -> str:
     """Drop what is queued; say why that failed."""
     try:
         communicator.abort()
-    except NativeError as error:
+    except (BackendError, NativeError) as error:
         return str(error)
     return ""
 

@@ -103,8 +103,10 @@ class Library:
         return name in self._functions
 
     def code(self, name: str, *args: Any) -> int:
-        """Call a function and give its result; `recent` then tells the driver's message."""
+        """Call a function that may fail and give its result. The driver's message is dropped: it is nobody else's."""
         result: int = self._functions[name](*args)
+        if result:
+            self.recent()
         return result
 
     def call(self, name: str, *args: Any) -> None:
@@ -115,7 +117,7 @@ class Library:
         NativeError
             When it does not return 0.
         """
-        if code := self.code(name, *args):
+        if code := self._functions[name](*args):
             # The driver keeps the message for the thread that failed, until its next call.
             raise NativeError(name, code, self.recent())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from llm_datadist.backend import BackendError, Failure, MemoryKind, Region
 from llm_datadist.backends.acl.codes import Step, failure
 from llm_datadist.backends.acl.devices import Device
 from llm_datadist.backends.acl.library import NativeError
+from llm_datadist.backends.acl.pointers import allocation_of, location_of, tells_locations
 from llm_datadist.backends.acl.regions import RegionTable
 from llm_datadist.backends.acl.structures import (
-    AclrtPtrAttributes,
+    AclrtMemLocation,
     CommMem,
     LocationType,
     MallocPolicy,
@@ -32,6 +34,8 @@ ALIGNMENTS: Final = {MemoryKind.DEVICE: 2 << 20, MemoryKind.HOST: 64 << 10}
 _TYPES: Final = {MemoryKind.DEVICE: MemType.DEVICE, MemoryKind.HOST: MemType.HOST}
 #: Share of the free device memory that a pool without a size takes.
 POOL_SHARE: Final = 0.7
+#: Documented for all registered memory of one device, A2 and A3. What the host may have depends on the driver.
+MAX_DEVICE_BYTES: Final = 50 << 30
 #: So that the description of all of them fits into a greeting.
 MAX_REGIONS: Final = 1024
 
@@ -112,7 +116,8 @@ class Memory:
         if nbytes is None:
             if kind is not MemoryKind.DEVICE:
                 raise BackendError(Failure.INVALID, "a pool of host memory needs a size")
-            nbytes = int(_free(device)[0] * POOL_SHARE) // alignment * alignment
+            share = min(int(_free(device)[0] * POOL_SHARE), MAX_DEVICE_BYTES - self._registered(device))
+            nbytes = share // alignment * alignment
         if nbytes <= 0:
             raise BackendError(Failure.OUT_OF_MEMORY, f"device {device.id} has no memory left for a pool")
         with ExitStack() as undo:
@@ -120,7 +125,7 @@ class Memory:
             undo.callback(_give_back, device, pointer, kind)
             address = -(-pointer // alignment) * alignment
             with self._lock:
-                self._check_room(exported)
+                self._check_room(device, nbytes, kind, exported)
                 doing = f"a pool of {nbytes} bytes at {address:#x} on device {device.id} could not be registered"
                 handle = _register(device, address, nbytes, kind, doing)
                 region = Region(next(self._ids), device.id, kind, address, nbytes)
@@ -150,6 +155,7 @@ class Memory:
         device = self._device(device_id)
         regions: list[Region] = []
         with self._lock, ExitStack() as undo:
+            undo.callback(self._end, regions)
             for position, address in enumerate(addresses):
                 what = f"tensor {position} of {len(addresses)} ({nbytes} bytes of {kind.name} memory at {address:#x})"
                 known = self._table.find(address, nbytes)
@@ -158,13 +164,12 @@ class Memory:
                     region = known
                 else:
                     region = self._take_in(device, address, nbytes, kind, what)
-                undo.callback(self._use_ends, region.id)
                 regions.append(region)
             undo.pop_all()
         return regions
 
     def _take_in(self, device: Device, address: int, nbytes: int, kind: MemoryKind, what: str) -> Region:
-        self._check_room(True)
+        self._check_room(device, nbytes, kind, True)
         alignment = ALIGNMENTS[MemoryKind.DEVICE]
         if kind is MemoryKind.DEVICE and self._hccs and address % alignment:
             raise BackendError(
@@ -173,12 +178,15 @@ class Memory:
                 "align it, or set HCCL_INTRA_ROCE_ENABLE=1 on all sides",
             )
         pinned = True
-        location = _location(device, address)
+        location = location_of(device, address)
         if kind is MemoryKind.HOST:
             self._host.check([(address, address + nbytes)])
-            pinned = location is None or location == LocationType.HOST
-        if location is not None and (location == LocationType.DEVICE) is not (kind is MemoryKind.DEVICE):
+            # A driver without the function leaves it to the user; one that has no answer did not make the memory.
+            pinned = location.type == LocationType.HOST if location else not tells_locations(device)
+        if location is not None and (location.type == LocationType.DEVICE) is not (kind is MemoryKind.DEVICE):
             raise BackendError(Failure.INVALID, f"{what} can't be registered: the driver says it is not {kind.name}")
+        if kind is MemoryKind.DEVICE:
+            _check_allocation(device, location, address, nbytes, what)
         # The card can't reach pageable memory: if it were bound, no link could be made any more.
         handle = _register(device, address, nbytes, kind, f"{what} could not be registered") if pinned else None
         region = Region(next(self._ids), device.id, kind, address, nbytes)
@@ -186,21 +194,34 @@ class Memory:
         return region
 
     def unregister(self, regions: Iterable[Region]) -> None:
-        """End one registration in each of the regions."""
-        with self._lock, ExitStack() as all_of_them:
-            for region in regions:
-                all_of_them.callback(self._use_ends, region.id)
+        """End one registration in each of the regions.
 
-    def _use_ends(self, id: int) -> None:
-        entry = self._entries[id]
-        entry.uses -= 1
-        if entry.uses == 0:
-            with ExitStack() as both:
-                both.callback(self._drop, entry)
-                if entry.handle is not None:
-                    both.callback(_deregister, entry)
-                for binder in self._binders:
-                    both.callback(self._with, binder, binder.unbind, entry)
+        Raises
+        ------
+        BackendError
+            When the driver keeps some of them, which stay registered. The call can be repeated.
+        """
+        with self._lock:
+            self._end(regions)
+
+    def _end(self, regions: Iterable[Region]) -> None:
+        ending = Counter(region.id for region in regions)
+        known = {id: self._entries[id] for id in ending if id in self._entries}  # not what a first try has ended
+        with ExitStack() as all_of_them:
+            for id, entry in known.items():
+                if entry.uses <= ending[id]:
+                    all_of_them.callback(self._take_out, entry)
+        for id, entry in known.items():
+            entry.uses -= ending[id]
+
+    def _take_out(self, entry: Entry) -> None:
+        with ExitStack() as all_of_them:
+            for binder in self._binders:
+                all_of_them.callback(self._with, binder, binder.unbind, entry)
+        if entry.handle is not None:
+            _deregister(entry)
+        # Only now: what the driver still has registered must stay known.
+        self._drop(entry)
 
     # ------------------------------------------------------------------ communicators
 
@@ -304,8 +325,22 @@ class Memory:
             raise BackendError(Failure.INVALID, f"device {id} is not claimed, claimed are {sorted(self._devices)}")
         return self._devices[id]
 
-    def _check_room(self, exported: bool) -> None:
-        if exported and sum(entry.exported for entry in self._entries.values()) >= MAX_REGIONS:
+    def _registered(self, device: Device) -> int:
+        """Give the bytes of a device that are registered."""
+        entries = list(self._entries.values())
+        return sum(e.region.nbytes for e in entries if e.device is device and e.region.kind is MemoryKind.DEVICE)
+
+    def _check_room(self, device: Device, nbytes: int, kind: MemoryKind, exported: bool) -> None:
+        if not exported:
+            return
+        taken = self._registered(device)
+        if kind is MemoryKind.DEVICE and taken + nbytes > MAX_DEVICE_BYTES:
+            raise BackendError(
+                Failure.INVALID,
+                f"{nbytes} bytes of device {device.id} can't be registered beside {taken} that are: its card takes "
+                f"{MAX_DEVICE_BYTES} in all",
+            )
+        if sum(entry.exported for entry in self._entries.values()) >= MAX_REGIONS:
             raise BackendError(Failure.INVALID, f"{MAX_REGIONS} regions of memory are registered, more can't be")
 
     def _put(self, entry: Entry) -> None:
@@ -386,12 +421,16 @@ def _deregister(entry: Entry) -> None:
         raise failure(error, doing, step=Step.REGISTER) from error
 
 
-def _location(device: Device, address: int) -> int | None:
-    """Ask the driver whose memory an address is; None where it can't tell."""
-    if not device.library.has("aclrtPointerGetAttributes"):
-        return None
-    attributes = AclrtPtrAttributes()
-    with device.current():
-        if device.library.code("aclrtPointerGetAttributes", address, ctypes.byref(attributes)):
-            return None
-    return attributes.location.type
+def _check_allocation(device: Device, location: AclrtMemLocation | None, address: int, nbytes: int, what: str) -> None:
+    """Refuse device memory that the driver would register and no link could use."""
+    if location is not None and location.id != device.id:
+        raise BackendError(
+            Failure.INVALID, f"{what} can't be registered: it is on device {location.id}, not on device {device.id}"
+        )
+    allocation = allocation_of(device, address)
+    if allocation is not None and address + nbytes > allocation[1]:
+        raise BackendError(
+            Failure.INVALID,
+            f"{what} can't be registered: the memory that was allocated there ends after "
+            f"{allocation[1] - address} bytes",
+        )

@@ -103,9 +103,11 @@ def _ask(library: Library, found: Probe) -> Probe:
 @contextlib.contextmanager
 def _initialised(library: Library) -> Iterator[None]:
     """Have ACL initialised for a while; another owner in this process is counted, and keeps it."""
-    code = library.code("aclInit", None)
-    if code not in (0, REPEAT_INITIALIZE):
-        raise NativeError("aclInit", code, library.recent())
+    try:
+        library.call("aclInit", None)
+    except NativeError as error:
+        if error.code != REPEAT_INITIALIZE:
+            raise
     try:
         yield
     finally:

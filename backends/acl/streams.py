@@ -24,7 +24,8 @@ class Stream:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._aborted = False
+        #: Nothing that was put on it runs any more.
+        self.aborted = False
         made = ctypes.c_void_p()
         with device.current():
             device.library.call(
@@ -59,10 +60,10 @@ class Stream:
 
     def abort(self) -> None:
         """Stop what runs and drop what is queued; from then on the stream can only be destroyed."""
-        if not self._aborted:
+        if not self.aborted:
             with self._device.current():
                 self._device.library.call("aclrtStreamAbort", self.handle)
-            self._aborted = True
+            self.aborted = True
 
     def destroy(self) -> None:
         """Abort and end the stream. One that can't be aborted is left alone: the driver would wait for its work."""

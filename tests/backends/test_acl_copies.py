@@ -16,6 +16,7 @@ from llm_datadist._kernels.runs import Bases, Plan, block_runs, indices, span_ru
 from llm_datadist.backend import BackendError, Failure, Region
 from llm_datadist.backends.acl import copies
 from llm_datadist.backends.acl.backend import AclBackend
+from llm_datadist.backends.host.intervals import Intervals
 
 #: A device, pinned host memory, and memory that the backend has never heard of.
 KINDS = ("device", "pinned", "pageable")
@@ -192,3 +193,54 @@ def test_each_device_has_its_own_copies(make_acl: MakeBackend) -> None:
         data = fill(backend, region, device)
         backend.copy(one(region.address, host.address, MIB), ordered=False)
         assert ctypes.string_at(host.address, MIB) == data
+
+
+def test_a_copy_whose_stream_can_not_be_stopped_is_told_until_it_can(driver: Ascend, places: Places) -> None:
+    driver.inject("aclrtMemcpyAsync:2:507899;aclrtStreamAbort:1:507000;aclrtStreamAbort:2:507000")
+    here = places.addresses["device"]
+    plan = Plan(Bases([here, here], [here + places.size, here + places.size + BLOCK]), span_runs(0, 0, BLOCK))
+    for why in ("507899", "an earlier copy failed"):
+        with pytest.raises(BackendError, match="bytes may still move") as caught:
+            places.backend.copy(plan, ordered=False)
+        assert why in caught.value.text
+        assert "aclrtStreamAbort failed" in caught.value.text
+    test_blocks_are_copied_in_all_directions(places, "device", "device", False)
+
+
+def test_a_stream_that_was_stopped_and_not_ended_is_in_nobodys_way(driver: Ascend, places: Places) -> None:
+    here = places.addresses["device"]
+    places.backend.copy(one(here, here + BLOCK, BLOCK), ordered=False)
+    stream = places.backend._copies._queues[0]._stream
+    assert stream is not None
+    driver.inject("aclrtMemcpyAsync:1:507899;aclrtDestroyStream:1:507000")
+    with pytest.raises(BackendError, match="507899.*aclrtDestroyStream failed") as caught:
+        places.backend.copy(one(here, here + BLOCK, BLOCK), ordered=False)
+    assert "may still move" not in caught.value.text
+    test_blocks_are_copied_in_all_directions(places, "device", "device", False)
+    driver.call("aclrtDestroyStream", ctypes.c_void_p(stream.handle))  # else the fake tells that it is left
+
+
+def test_a_copy_does_not_wait_for_ever_for_others(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "LIMIT_NS", 10**7)
+    here = places.addresses["device"]
+    with places.backend._copies._queues[0]._turn(), pytest.raises(BackendError) as caught:
+        places.backend.copy(one(here, here + BLOCK, BLOCK), ordered=False)
+    assert caught.value.kind is Failure.TIMED_OUT
+
+
+@pytest.mark.parametrize("kind", ["device", "pinned"])
+def test_device_memory_of_others_is_not_taken_for_host_memory(
+    driver: Ascend, places: Places, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def all_of_it() -> tuple[Intervals, Intervals]:
+        usable = Intervals()
+        usable.add(1, 1 << 47)
+        return usable, usable
+
+    pointer, address = driver.allocate(MIB)
+    monkeypatch.setattr("llm_datadist.backends.host.memory.maps", all_of_it)
+    for plan in (one(address, places.addresses[kind], 64), one(places.addresses[kind], address, 64)):
+        with pytest.raises(BackendError, match="memory of a device that is not registered") as caught:
+            places.backend.copy(plan, ordered=False)
+        assert caught.value.kind is Failure.INVALID
+    driver.free(pointer)

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from ascend import (
@@ -28,11 +29,13 @@ from ascend import (
 )
 
 from llm_datadist._kernels.runs import Bases, Plan, block_runs, indices, span_runs
-from llm_datadist.backend import BackendError, Endpoint, Export, Failure, Pair
+from llm_datadist.backend import BackendError, Endpoint, Export, Failure, Pair, Place
 from llm_datadist.backends.acl import communicator as communicator_module
 from llm_datadist.backends.acl import endpoint as endpoint_module
 from llm_datadist.backends.acl import ranges
 from llm_datadist.backends.acl.backend import AclBackend
+from llm_datadist.backends.acl.communicator import Traffic
+from llm_datadist.backends.acl.endpoint import AclEndpoint
 from llm_datadist.backends.acl.structures import NOT_SET, HcclPrepareConfig, comm_config
 
 LinkAcl = Callable[..., Link]
@@ -245,9 +248,17 @@ def test_ranges_outside_a_region_never_reach_the_driver(hccs: Two) -> None:
 def broken(two: Two, error: BackendError) -> None:
     """Check that a link is broken, and that another can be made."""
     assert error.breaks_link
-    place = two.endpoint.locate(two.theirs[DEVICE].id, 0, 8)
-    second = refused(Failure.FAILED, read, two.endpoint, place, [two.mine[DEVICE].address], span_runs(0, 0, 8))
-    assert second.breaks_link
+    place = two.link.right.locate(two.mine[DEVICE].id, 0, 8)
+    place = Place(two.theirs[DEVICE].address, place.route)
+    for act in (
+        lambda: read(two.endpoint, place, [two.mine[DEVICE].address], span_runs(0, 0, 8)),
+        lambda: two.endpoint.locate(two.theirs[DEVICE].id, 0, 8),
+    ):
+        second = refused(Failure.FAILED, act)
+        assert second.breaks_link
+        assert "is broken: reading" in second.text or "is broken: writing" in second.text
+    assert not two.endpoint.alive()
+    eventually(two.endpoint.revoked)
     two.link.close()
     two.link = Link(two.left, two.right)
     two.endpoint = two.link.left
@@ -300,6 +311,25 @@ def test_no_transfer_begins_after_its_deadline(hccs: Two) -> None:
     assert not error.breaks_link
 
 
+def acl_endpoint(two: Two) -> AclEndpoint:
+    assert isinstance(two.endpoint, AclEndpoint)
+    return two.endpoint
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for what happens on another thread."""
+    until = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    """Do it on a thread that has no device; fail when it fails."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result(SECONDS)
+
+
 class Interrupting:
     """Stands for the peer's liveness, and interrupts whoever asks."""
 
@@ -323,6 +353,68 @@ def test_an_abort_that_fails_is_told(hccs: Two, driver: Ascend) -> None:
     error = refused(Failure.FAILED, read, hccs.endpoint, place, [hccs.mine[DEVICE].address], span_runs(0, 0, MIB))
     assert "bytes may still move" in error.text
     assert "507899" in error.text
+
+
+def test_a_link_that_could_not_be_stopped_keeps_its_memory_until_it_can(driver: Ascend) -> None:
+    script = """
+import warnings
+from ascend import *
+from llm_datadist.backend import BackendError
+
+driver = Ascend.loaded()
+left, right = AclBackend(), AclBackend()
+left.open([0], {})
+right.open([1], {})
+here, there = left.reserve(0, MIB, DEVICE), right.reserve(1, MIB, DEVICE)
+link = Link(left, right)
+place = link.left.locate(there.id, 0, MIB)
+driver.inject("HcclBatchGet:1:4;aclrtStreamAbort:*:507899")
+try:
+    read(link.left, place, [here.address], span_runs(0, 0, MIB))
+except BackendError as error:
+    assert "bytes may still move" in error.text, error
+    assert error.breaks_link
+assert not link.left.alive()
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    left.close()
+assert "aclrtStreamAbort" in str(told[0].message), told
+assert not link.left.revoked()
+driver.reset()
+link.right.close()
+right.close()
+assert link.right.revoked()
+driver.call("aclrtSetDevice", 0)
+nbytes = ctypes.c_size_t(MIB)
+driver.call("aclrtMemset", ctypes.c_void_p(here.address), nbytes, 0, nbytes)  # the memory is there
+print("done", flush=True)
+os._exit(0)
+"""
+    assert in_process(script) == "done\n"
+
+
+def test_a_device_that_is_gone_breaks_the_link_and_stops_the_others(
+    driver: Ascend, make_acl: MakeBackend, link_acl: LinkAcl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right = make_acl(0, 3), make_acl(1, 2)
+    here = [left.reserve(device, MIB, DEVICE) for device in (0, 3)]
+    there = [right.reserve(device, MIB, DEVICE) for device in (1, 2)]
+    endpoint = link_acl(left, right).left
+    assert isinstance(endpoint, AclEndpoint)
+    places = [endpoint.locate(region.id, 0, MIB) for region in there]
+    plan = Plan(Bases([p.base for p in places], [r.address for r in here]), span_runs(0, 0, MIB))
+    streams = [communicator._stream for communicator in endpoint.communicators]
+
+    def transfer() -> None:
+        # This thread has no device: the first becomes current for its submission, then the second's does not.
+        driver.inject("aclrtSetCurrentContext:2:107000;aclrtSetCurrentContext:3:107000")
+        error = refused(Failure.FAILED, endpoint.read, plan, None, deadline_in(SECONDS), 0)
+        assert error.breaks_link
+        assert "can't be used any more" in error.text
+
+    in_thread(transfer)
+    eventually(endpoint.revoked)
+    assert all(stream is not None and stream.aborted for stream in streams)
 
 
 def test_all_devices_of_a_broken_link_are_stopped(driver: Ascend, make_acl: MakeBackend, link_acl: LinkAcl) -> None:
@@ -621,24 +713,58 @@ def test_packets_are_marked_as_the_user_says(
     assert sorted(marks) == [(132, 4), (NOT_SET, NOT_SET)]
 
 
+@pytest.mark.parametrize("devices", [(0,), (0, 2)])
 def test_a_backend_can_be_closed_while_a_link_is_made(
-    driver: Ascend, monkeypatch: pytest.MonkeyPatch, make_acl: MakeBackend
+    driver: Ascend, monkeypatch: pytest.MonkeyPatch, make_acl: MakeBackend, devices: tuple[int, ...]
 ) -> None:
-    monkeypatch.setenv("FAKE_ASCEND_SECOND", "20")
+    monkeypatch.setenv("FAKE_ASCEND_SECOND", "100")
     driver.reload()
-    left, right = make_acl(0), make_acl(1)
+    left, right = make_acl(*devices), make_acl(*(device + 1 for device in devices))
     preparing = threading.Event()
     monkeypatch.setattr(communicator_module, "HcclPrepareConfig", lambda: (preparing.set(), HcclPrepareConfig())[1])
     errors: list[BackendError] = []
     control, other = socket.socketpair()
 
     def connect() -> None:
-        errors.append(refused(Failure.PEER_GONE, lonely, left, right.export(), control, float(SECONDS)))
+        # A third of this is more than the backend waits for the end of a link.
+        errors.append(refused(Failure.PEER_GONE, lonely, left, right.export(), control, 3600.0))
 
     with control, other:
         thread = threading.Thread(target=connect)
         thread.start()
         assert preparing.wait(SECONDS)
-        left.close()
+        left.close()  # warns when something is left
         thread.join(SECONDS)
     assert "closed the link" in errors[0].text
+
+
+def test_a_communicator_that_was_ended_is_not_made(hccs: Two) -> None:
+    [communicator] = acl_endpoint(hccs).communicators
+    hccs.link.left.close()
+    hccs.left._closer.close()
+    error = refused(Failure.CLOSING, communicator.open, Traffic(), deadline_in(SECONDS), lambda: True)
+    assert "closed" in error.text
+
+
+def test_windows_stay_where_a_link_may_still_be_used(driver: Ascend) -> None:
+    script = """
+import warnings
+from ascend import *
+
+left, right = AclBackend(), AclBackend()
+left.open([0], {})
+right.open([1], {})
+window = left.make_windows(4096, 4096)[0]
+link = Link(left, right)
+Ascend.loaded().inject("HcclCommDestroy:1:4")
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    left.close()
+assert len(told) == 1
+assert ctypes.string_at(window.address, 8) == bytes(8)
+link.close()
+right.close()
+print("done", flush=True)
+os._exit(0)
+"""
+    assert in_process(script) == "done\n"

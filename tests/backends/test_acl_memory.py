@@ -11,6 +11,7 @@ import pytest
 from ascend import DEVICE, HOST, MIB, Ascend, MakeBackend, fill, server
 
 from llm_datadist.backend import BackendError, Failure
+from llm_datadist.backends.acl import memory
 from llm_datadist.backends.acl.backend import AclBackend
 
 KIB = 1 << 10
@@ -302,3 +303,95 @@ def test_what_the_driver_does_not_take_back_is_told_at_close(driver: Ascend) -> 
     driver.inject("HcclDeregisterGlobalMem:1:1")
     with pytest.warns(RuntimeWarning, match=f"{region.address:#x}.*PARA"):
         backend.close()
+
+
+def test_a_region_that_the_driver_keeps_stays_registered_and_can_be_let_go_later(
+    driver: Ascend, make_acl: MakeBackend, tensors: list[int]
+) -> None:
+    backend = make_acl()
+    [shared] = backend.register(0, tensors[:1], MIB, DEVICE)
+    regions = list(zip(backend.register(0, tensors, MIB, DEVICE), tensors, strict=True))
+    driver.inject("HcclDeregisterGlobalMem:2:1")
+    assert "could not be deregistered" in refused(Failure.INVALID, backend.unregister, regions, MIB)
+    kept = [address for address in tensors[1:] if backend._memory.find(address, MIB)]
+    assert len(kept) == 1
+    backend.unregister(regions, MIB)
+    assert [address for address in tensors if backend._memory.find(address, MIB)] == tensors[:1]
+    backend.unregister([(shared, tensors[0])], MIB)
+    assert backend.export().data == make_acl().export().data
+
+
+def test_a_range_that_leaves_its_allocation_is_refused(
+    driver: Ascend, make_acl: MakeBackend, tensors: list[int]
+) -> None:
+    text = refused(Failure.INVALID, make_acl().register, 0, tensors[:1], 16 * MIB, DEVICE)
+    for part in ("tensor 0 of 1", hex(tensors[0]), str(16 * MIB), "ends after"):
+        assert part in text
+
+
+def test_memory_of_another_device_is_refused(make_acl: MakeBackend, tensors: list[int]) -> None:
+    assert "on device 0, not on device 3" in refused(
+        Failure.INVALID, make_acl(0, 3).register, 3, tensors[:1], MIB, DEVICE
+    )
+
+
+def test_host_memory_that_the_driver_can_not_tell_is_pageable(driver: Ascend, make_acl: MakeBackend) -> None:
+    backend = make_acl()
+    buffer = ctypes.create_string_buffer(MIB)
+    driver.inject("aclrtPointerGetAttributes:1:507899;HcclRegisterGlobalMem:1:4")
+    [region] = backend.register(0, [ctypes.addressof(buffer)], MIB, HOST)  # the card is not given it
+    assert not backend._memory.pinned(region)
+    backend.unregister([(region, region.address)], MIB)
+
+
+@pytest.mark.parametrize("kind", [DEVICE, HOST])
+def test_a_pool_above_what_the_driver_registers_is_refused_with_its_size(
+    driver: Ascend, make_acl: MakeBackend, monkeypatch: pytest.MonkeyPatch, kind: object
+) -> None:
+    monkeypatch.setenv("FAKE_ASCEND_REGION_LIMIT", str(64 * MIB))
+    driver.reload()
+    backend = make_acl()
+    text = refused(Failure.INVALID, backend.reserve, 0, 64 * MIB + 1, kind)
+    for part in (str(64 * MIB + 1), "PARA (1)", f"{64 * MIB} are the most"):
+        assert part in text
+    backend.reserve(0, 64 * MIB, kind)
+
+
+def test_device_memory_above_the_documented_limit_is_refused(
+    make_acl: MakeBackend, tensors: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "MAX_DEVICE_BYTES", 50 * MIB)
+    backend = make_acl(0, 1)
+    backend.reserve(0, 46 * MIB, DEVICE)
+    backend.reserve(0, 50 * MIB, HOST)
+    text = refused(Failure.INVALID, backend.reserve, 0, 5 * MIB, DEVICE)
+    for part in (str(5 * MIB), str(46 * MIB), str(50 * MIB), "device 0"):
+        assert part in text
+    [region] = backend.register(0, tensors[:1], 4 * MIB, DEVICE)
+    assert "in all" in refused(Failure.INVALID, backend.register, 0, tensors[1:], MIB, DEVICE)
+    backend.unregister([(region, tensors[0])], 4 * MIB)
+    assert backend.reserve(1, None, DEVICE).nbytes == 50 * MIB  # each device has its own, and no pool takes more
+
+
+def test_what_fails_while_a_failed_open_is_undone_is_told_beside_its_reason(driver: Ascend) -> None:
+    driver.inject("aclrtSetDevice:2:507899;aclrtResetDevice:1:507000")
+    text = refused(Failure.FAILED, AclBackend().open, [0, 1], {})
+    assert text.startswith("device 1 could not be claimed")
+    assert "did not take back everything: aclrtResetDevice failed" in text
+    driver.call("aclInit", None)
+    driver.call("aclrtResetDevice", 0)
+    driver.call("aclFinalizeReference", None)
+
+
+def test_a_failure_that_is_expected_leaves_no_message_behind(make_acl: MakeBackend) -> None:
+    backend = make_acl()
+    messages = []
+
+    def work() -> None:  # on a thread that has no device yet
+        backend.reserve(0, MIB, DEVICE)
+        messages.append(backend._devices[0].library.recent())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert messages == [""]

@@ -56,6 +56,9 @@ API HcclResult HcclRegisterGlobalMem(const CommMem *mem, void **handle) {
                          (unsigned long long)mem->size);
     if (fake_settings.product == A5)
         return fake_fail(&call, HCCL_NOT_SUPPORT, "H38", "no global registration on %s", fake_settings.soc);
+    if (fake_settings.region_limit && mem->size > fake_settings.region_limit)
+        return fake_answer(&call, HCCL_PARA, "%llu bytes, %zu are the most", (unsigned long long)mem->size,
+                           fake_settings.region_limit);
     LOCKED;
     int physical = context ? context->physical : -1;
     if (!context)

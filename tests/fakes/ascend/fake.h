@@ -27,6 +27,7 @@ struct settings {
     bool unaligned_fails;   // H11
     bool pageable_fails;    // H10
     bool intra_roce;
+    size_t region_limit;    // a larger region is refused by HCCL; 0: none is
 };
 extern API struct settings fake_settings;
 extern API pthread_mutex_t fake_mutex;

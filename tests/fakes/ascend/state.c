@@ -415,6 +415,7 @@ API void fake_reload(void) {
     to->unaligned_fails = *setting("FAKE_ASCEND_UNALIGNED", "fail") == 'f';
     to->pageable_fails = *setting("FAKE_ASCEND_PAGEABLE", "record") == 'f';
     to->intra_roce = *setting("HCCL_INTRA_ROCE_ENABLE", "0") == '1';
+    to->region_limit = strtoull(setting("FAKE_ASCEND_REGION_LIMIT", "0"), NULL, 10);
     snprintf(report, sizeof report, "%s", setting("FAKE_ASCEND_REPORT", ""));
     seed = (unsigned)strtoul(setting("FAKE_ASCEND_SEED", "1"), NULL, 10);
     forget_faults();
