@@ -107,4 +107,4 @@ def _region(devices: int, id: int, device: int, kind: int, address: int, nbytes:
 
 
 def _invalid(what: str) -> BackendError:
-    return BackendError(Failure.INVALID, f"The peer's export {what}.")
+    return BackendError(Failure.LINK_FAILED, f"The peer's export {what}.")

@@ -67,7 +67,7 @@ def decode(data: bytes, descriptors: int) -> Description:
     Raises
     ------
     BackendError
-        ``INVALID``, naming what is wrong.
+        ``LINK_FAILED``, naming what is wrong.
     """
     if len(data) > MAX_BYTES:
         raise _invalid(f"has {len(data)} bytes; at most {MAX_BYTES} are allowed")
@@ -114,4 +114,4 @@ def _short(value: object) -> str:
 
 
 def _invalid(what: str) -> BackendError:
-    return BackendError(Failure.INVALID, f"The peer's export {what}.")
+    return BackendError(Failure.LINK_FAILED, f"The peer's export {what}.")

@@ -168,24 +168,28 @@ def map_peer(fd: int, nbytes: int, *, writable: bool, name: str) -> Mapping:
     Raises
     ------
     BackendError
-        ``INVALID`` when it is not a segment of the announced size; ``OUT_OF_MEMORY`` when no addresses are left.
+        ``LINK_FAILED`` when it is not a segment of the announced size; ``OUT_OF_MEMORY`` when no addresses are left.
     """
     if not 0 < nbytes <= MAX_SEGMENT_BYTES:
-        raise BackendError(Failure.INVALID, f"The peer's {name} has {nbytes} bytes; allowed: 1 to {MAX_SEGMENT_BYTES}.")
+        raise BackendError(
+            Failure.LINK_FAILED, f"The peer's {name} has {nbytes} bytes; allowed: 1 to {MAX_SEGMENT_BYTES}."
+        )
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or _file_system(fd) != TMPFS_MAGIC:
-        raise BackendError(Failure.INVALID, f"The peer's {name} is not a memory file (mode {status.st_mode:#o}).")
+        raise BackendError(Failure.LINK_FAILED, f"The peer's {name} is not a memory file (mode {status.st_mode:#o}).")
     try:
         seals = fcntl.fcntl(fd, F_GET_SEALS)
     except OSError as error:
-        raise BackendError(Failure.INVALID, f"The peer's {name} is not a memory file.", error.errno or 0) from error
+        raise BackendError(Failure.LINK_FAILED, f"The peer's {name} is not a memory file.", error.errno or 0) from error
     if not seals & F_SEAL_SHRINK:
-        raise BackendError(Failure.INVALID, f"The peer's {name} is not sealed against shrinking (seals {seals:#x}).")
+        raise BackendError(
+            Failure.LINK_FAILED, f"The peer's {name} is not sealed against shrinking (seals {seals:#x})."
+        )
     if writable and seals & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE):
-        raise BackendError(Failure.INVALID, f"The peer's {name} is sealed against writing (seals {seals:#x}).")
+        raise BackendError(Failure.LINK_FAILED, f"The peer's {name} is sealed against writing (seals {seals:#x}).")
     if status.st_size != round_up(nbytes):
         raise BackendError(
-            Failure.INVALID,
+            Failure.LINK_FAILED,
             f"The peer's {name} is announced with {nbytes} bytes, so its file should have {round_up(nbytes)}, "
             f"but it has {status.st_size}.",
         )

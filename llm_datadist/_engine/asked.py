@@ -36,6 +36,8 @@ Expected: TypeAlias = tuple[tuple[int, int], ...]
 class AskedDirectory(PeerDirectory):
     """A peer's directory, whose words are asked for."""
 
+    pins_reads = True
+
     def __init__(self, nbytes: int, ask: Ask) -> None:
         super().__init__(Layout.of(nbytes))
         self._ask = ask

@@ -288,6 +288,9 @@ class PeerDirectory(ABC):
     How its words are read is a matter of the subclass.
     """
 
+    #: Memory that its owner registers may be taken from the card while it is read, unless it is pinned.
+    pins_reads = False
+
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         #: Number and tensors of the shapes of records that were read, by their bytes.

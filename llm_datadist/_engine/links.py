@@ -432,7 +432,10 @@ class Links:
                 link = self._open(channel, greeting, fds, slot, deadline_ns, client=False)
             except (BackendError, Unreadable) as e:
                 # The client may be waiting for this side: it is told why that is in vain.
-                body = {"code": LLMStatusCode.LLM_LINK_FAILED.value, "text": _printable(str(e))}
+                # What does not fit is for the user to mend; all else is this side's trouble.
+                misfit = isinstance(e, BackendError) and e.kind is Failure.INVALID
+                code = LLMStatusCode.LLM_PARAM_INVALID if misfit else LLMStatusCode.LLM_LINK_FAILED
+                body = {"code": code.value, "text": _printable(str(e))}
                 channel.send(Frame(Kind.REFUSED, body=body), deadline_ns)
                 raise
             ready, extra = channel.receive(deadline_ns)
@@ -563,7 +566,7 @@ class Links:
             code, why = LLMStatusCode.LLM_LINK_FAILED, str(e)
         except BackendError as e:
             code, why = codes.exception_of(e, self.terms.cache_manager).status_code, e.text
-            if e.kind in (Failure.INVALID, Failure.PEER_GONE):
+            if e.kind is Failure.PEER_GONE:
                 code = LLMStatusCode.LLM_LINK_FAILED
         else:
             return LLMStatusCode.LLM_SUCCESS

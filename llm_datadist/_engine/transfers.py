@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from llm_datadist._engine import codes, paths
 from llm_datadist._engine.caches import Cache, Caches
-from llm_datadist._engine.directory import BLOCKS, PREFIX, Key, Record, Unreadable
+from llm_datadist._engine.directory import BLOCKS, F_REGISTERED, PREFIX, Key, Record, Unreadable
 from llm_datadist._engine.layout import (
     Layers,
     check_chunks,
@@ -168,6 +169,9 @@ class Transfers:
             try:
                 if pairing.route == STAGED:
                     self._staging.read(link, found.record, plan, guard, deadline_ns)
+                elif link.directory.pins_reads and found.record.flags & F_REGISTERED:
+                    move = partial(link.read, plan, guard, deadline_ns, pairing.route)
+                    self._pinned(use, link, found.record, move)
                 else:
                     link.read(plan, guard, deadline_ns, pairing.route)
                 break
@@ -344,13 +348,21 @@ class Transfers:
     def _write(
         self, use: Use, link: Link, record: Record, plan: Plan, guard: Any, deadline_ns: int, route: int
     ) -> None:
-        use.pin = link.board, link.peer_slot
-        link.board.pin(link.peer_slot, record.generation)
-        try:
+        def move() -> None:
             if route == STAGED:
                 self._staging.write(link, record, plan, guard, deadline_ns)
             else:
                 link.write(plan, guard, deadline_ns, route)
+
+        self._pinned(use, link, record, move)
+
+    @staticmethod
+    def _pinned(use: Use, link: Link, record: Record, move: Callable[[], None]) -> None:
+        """Have the owner keep a cache's memory while bytes are moved."""
+        use.pin = link.board, link.peer_slot
+        link.board.pin(link.peer_slot, record.generation)
+        try:
+            move()
         except BackendError as e:
             if e.breaks_link:
                 # Bytes may be on their way still, so the pin stays: the owner keeps the memory until its own end of the

@@ -84,7 +84,7 @@ SIDE = SIDES[0].describe()
 def test_a_wrong_description_is_refused(data: bytes, text: str) -> None:
     with pytest.raises(BackendError, match=text) as caught:
         decode(data)
-    assert caught.value.kind is Failure.INVALID
+    assert caught.value.kind is Failure.LINK_FAILED
 
 
 @given(st.binary(max_size=200), st.integers(0, len(GOOD) - 1), st.integers(0, 255))

@@ -47,7 +47,7 @@ class Link:
     def refused(self, data: bytes, fds: list[int]) -> str:
         with pytest.raises(BackendError) as caught:
             self.connect(data, fds)
-        assert caught.value.kind is Failure.INVALID
+        assert caught.value.kind is Failure.LINK_FAILED
         assert len(caught.value.text) < 400
         return caught.value.text
 
@@ -141,7 +141,7 @@ def test_garbage_is_refused(link: Link, data: bytes) -> None:
 def test_random_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(BackendError) as caught:
         exports.decode(data, 2)
-    assert caught.value.kind is Failure.INVALID
+    assert caught.value.kind is Failure.LINK_FAILED
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 5])

@@ -82,6 +82,31 @@ def test_a_writer_leaves_its_pin(ends: tuple[End, End], monkeypatch: Any) -> Non
     there.check(other, OF, {t: [(0, here.expected(OF, t, 1)[:64])] for t in range(2)})
 
 
+@pytest.mark.needs(mapped_words=False)
+def test_a_read_of_registered_memory_is_pinned(peer: Peer, monkeypatch: Any) -> None:
+    """S-192: it is the driver's no longer once it is unregistered, so that waits for the read."""
+    there, here = End(peer, 1), End(None, 2)
+    there.register(OF, BlocksCacheKey(1, 7), salt=0, blocks=True)
+    here.link(there)
+    link, pins = link_of(here), []
+    read = link.endpoint.read
+
+    def looked_at(*args: Any) -> None:
+        pins.append(peer.make("inside:pins"))
+        read(*args)
+
+    monkeypatch.setattr(link.endpoint, "read", looked_at)
+    monkeypatch.setattr(link, "read", type(link.read.__self__)(link.endpoint, link.directory).read)  # type: ignore[attr-defined]
+    cache = here.allocate(OF, blocks=True)
+    here.manager.pull_blocks(BlocksCacheKey(1, 7), cache, [1], [0])
+    here.check(cache, OF, {t: [(0, there.expected(OF, t)[64:])] for t in range(2)})
+    assert pins
+    assert pins[0] or link.staged
+    assert peer.make("inside:pins") == []
+    here.close()
+    there.close()
+
+
 def test_a_cache_that_no_address_leads_to_harms_no_other(ends: tuple[End, End], monkeypatch: Any) -> None:
     there, here = ends
     late, target = there.allocate(OF), there.allocate(OF)
