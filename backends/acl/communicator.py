@@ -235,8 +235,8 @@ class Communicator:
             raise BackendError(Failure.UNLINK_FAILED, "a link could not be ended, for it was still being made")
         try:
             with ExitStack() as steps:  # runs from the last to the first, also past failures
-                steps.callback(self._end_stream)
                 steps.callback(self._release_bounce)
+                steps.callback(self._end_stream)
                 steps.callback(self._destroy, deadline_ns)
                 steps.callback(self._memory.unbind, self)
                 steps.callback(self.abort)
@@ -261,10 +261,10 @@ class Communicator:
                 if error.code != _AGAIN or _left_s(deadline_ns) <= 0:
                     raise
                 time.sleep(_FIRST_PAUSE_S)
-        # The card may go on with what could not be aborted.
-        self.ended = self._stream is None or self._stream.aborted
 
     def _release_bounce(self) -> None:
+        # The card may go on with what could not be aborted.
+        self.ended = self.handle is None and (self._stream is None or self._stream.aborted)
         if self._bounce is not None and self.ended:
             self._memory.release(self._bounce)
             self._bounce = None

@@ -393,6 +393,30 @@ os._exit(0)
     assert in_process(script) == "done\n"
 
 
+def test_an_abort_that_fails_once_is_tried_again_when_the_link_ends(driver: Ascend) -> None:
+    script = """
+import warnings
+from ascend import *
+
+left, right = AclBackend(), AclBackend()
+left.open([0], {})
+right.open([1], {})
+link = Link(left, right)
+Ascend.loaded().inject("aclrtStreamAbort:1:507899")
+link.left.close()
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    left.close()
+assert "aclrtStreamAbort" in str(told[0].message), told
+assert link.left.revoked()
+link.right.close()
+right.close()
+print("done", flush=True)
+os._exit(0)
+"""
+    assert in_process(script) == "done\n"
+
+
 def test_a_device_that_is_gone_breaks_the_link_and_stops_the_others(
     driver: Ascend, make_acl: MakeBackend, link_acl: LinkAcl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
