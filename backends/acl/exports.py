@@ -92,7 +92,10 @@ def _sides(data: bytes) -> tuple[Side, ...]:
         raise _invalid(f"has devices that are not JSON: {error}") from error
     if not isinstance(raw, list) or not 1 <= len(raw) <= MAX_DEVICES:
         raise _invalid(f"must have a list of 1 to {MAX_DEVICES} devices")
-    return tuple(map(parse_side, raw))
+    try:
+        return tuple(map(parse_side, raw))
+    except BackendError as error:
+        raise _invalid(f"has a wrong device: {error.text}") from error
 
 
 def _region(devices: int, id: int, device: int, kind: int, address: int, nbytes: int) -> Region:

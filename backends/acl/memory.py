@@ -18,7 +18,6 @@ from llm_datadist.backends.acl.library import NativeError
 from llm_datadist.backends.acl.pointers import allocation_of, location_of, tells_locations
 from llm_datadist.backends.acl.regions import RegionTable
 from llm_datadist.backends.acl.structures import (
-    AclrtMemLocation,
     CommMem,
     LocationType,
     MallocPolicy,
@@ -186,7 +185,7 @@ class Memory:
         if location is not None and (location.type == LocationType.DEVICE) is not (kind is MemoryKind.DEVICE):
             raise BackendError(Failure.INVALID, f"{what} can't be registered: the driver says it is not {kind.name}")
         if kind is MemoryKind.DEVICE:
-            _check_allocation(device, location, address, nbytes, what)
+            _check_allocation(device, address, nbytes, what)
         # The card can't reach pageable memory: if it were bound, no link could be made any more.
         handle = _register(device, address, nbytes, kind, f"{what} could not be registered") if pinned else None
         region = Region(next(self._ids), device.id, kind, address, nbytes)
@@ -421,12 +420,9 @@ def _deregister(entry: Entry) -> None:
         raise failure(error, doing, step=Step.REGISTER) from error
 
 
-def _check_allocation(device: Device, location: AclrtMemLocation | None, address: int, nbytes: int, what: str) -> None:
+def _check_allocation(device: Device, address: int, nbytes: int, what: str) -> None:
     """Refuse device memory that the driver would register and no link could use."""
-    if location is not None and location.id != device.id:
-        raise BackendError(
-            Failure.INVALID, f"{what} can't be registered: it is on device {location.id}, not on device {device.id}"
-        )
+    # Not its device: nobody says whether the driver's number for that is the logical or the physical one.
     allocation = allocation_of(device, address)
     if allocation is not None and address + nbytes > allocation[1]:
         raise BackendError(

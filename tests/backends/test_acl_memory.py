@@ -329,12 +329,6 @@ def test_a_range_that_leaves_its_allocation_is_refused(
         assert part in text
 
 
-def test_memory_of_another_device_is_refused(make_acl: MakeBackend, tensors: list[int]) -> None:
-    assert "on device 0, not on device 3" in refused(
-        Failure.INVALID, make_acl(0, 3).register, 3, tensors[:1], MIB, DEVICE
-    )
-
-
 def test_host_memory_that_the_driver_can_not_tell_is_pageable(driver: Ascend, make_acl: MakeBackend) -> None:
     backend = make_acl()
     buffer = ctypes.create_string_buffer(MIB)

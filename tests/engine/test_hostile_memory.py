@@ -26,7 +26,7 @@ def test_huge_pages_are_refused(writable: bool) -> None:
         fcntl.fcntl(fd, F_ADD_SEALS, SHARED if writable else READ_BY_PEERS)
         with pytest.raises(BackendError, match="not a memory file") as caught:
             map_peer(fd, HUGE_PAGE, writable=writable, name="board")
-        assert caught.value.kind is Failure.INVALID
+        assert caught.value.kind is Failure.LINK_FAILED
     finally:
         os.close(fd)
 
