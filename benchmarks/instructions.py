@@ -72,7 +72,7 @@ def measure(library: str) -> None:
 
 
 def kernels(count) -> None:
-    from llm_datadist._engine.directory import REQUEST, Directory, Entry, Key, PeerDirectory
+    from llm_datadist._engine.directory import REQUEST, Directory, Entry, Key, MappedDirectory
     from llm_datadist._kernels.runs import block_runs, indices
     from llm_datadist.backend import Window
 
@@ -91,7 +91,7 @@ def kernels(count) -> None:
     looked_up = [(key, 0) for key in keys[:CALLS]]
     for number, key in zip(owner.take_entries(len(keys)), keys):
         owner.publish(number, key, Entry(number, 2 * number + 2, owner.layout.arena, 0, 0, 2))
-    peer = PeerDirectory(window, 1)
+    peer = MappedDirectory(window, 1)
     count("directory lookup, 1 000 keys", peer.find, looked_up * (BATCHES + 1))
 
 
