@@ -119,7 +119,7 @@ def _addresses() -> Iterator[Check]:
 def _libraries(found: Probe) -> Iterator[Check]:
     reasons = "; ".join(found.reasons)
     if found.paths is None:
-        remedy = "source the set_env.sh of CANN, or name the files in LLM_DATADIST_ACL_LIBRARY and _HCCL_LIBRARY"
+        remedy = "put CANN's libraries on LD_LIBRARY_PATH, or name them in LLM_DATADIST_ACL_LIBRARY and _HCCL_LIBRARY"
         yield Check("libraries", Outcome.FAILED, reasons, remedy)
         return
     where = f"{found.paths.acl} and {found.paths.hccl}"
