@@ -26,6 +26,8 @@ __all__ = ["AclEndpoint"]
 
 #: Batches that are queued on a stream before it is waited for.
 QUEUED: Final = 1024
+#: How long the end of a peer's connection is waited for when a transfer failed.
+GOING_S: Final = 0.1
 
 
 class AclEndpoint(Endpoint):
@@ -201,11 +203,20 @@ class AclEndpoint(Endpoint):
         doing = f"{'writing to' if write else 'reading from'} {self._name} failed"
         if isinstance(error, NativeError):
             told = failure(error, doing, step=Step.TRANSFER)
-            kind = told.kind if self._liveness.alive() else Failure.PEER_GONE
+            kind = Failure.PEER_GONE if self._goes() else told.kind
             return BackendError(kind, told.text, told.native_code, breaks_link=True)
         if isinstance(error, BackendError):
             return BackendError(error.kind, f"{doing}: {error.text}", error.native_code, breaks_link=True)
         return error
+
+    def _goes(self) -> bool:
+        """Say whether the peer is gone. Its card may be silent shortly before the end of the connection arrives."""
+        end = time.monotonic() + GOING_S
+        while self._liveness.alive():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.005)
+        return True
 
     # ------------------------------------------------------------------ the end
 

@@ -255,7 +255,7 @@ class Links:
         #: Of the one link or unlink call at a time of KvCacheManager mode.
         self.one_call = Turn()
         #: Clusters that a call is linking to.
-        self._linking: set[int] = set()
+        self._linking: dict[int, LinkRequest] = {}
         self._closing = False
         #: Those that answer clients; some may have ended.
         self._workers: set[threading.Thread] = set()
@@ -526,15 +526,14 @@ class Links:
         return results
 
     def _link_one(self, request: LinkRequest, deadline_ns: int) -> LLMStatusCode:
-        with self._lock:
-            if request.cluster_id in self._linking:
-                return LLMStatusCode.LLM_ALREADY_LINK
-            self._linking.add(request.cluster_id)
         try:
+            # One step that no signal can divide, and harmless to take back for one who came second.
+            if self._linking.setdefault(request.cluster_id, request) is not request:
+                return LLMStatusCode.LLM_ALREADY_LINK
             return self._link_alone(request, deadline_ns)
         finally:
-            with self._lock:
-                self._linking.discard(request.cluster_id)
+            if self._linking.get(request.cluster_id) is request:
+                del self._linking[request.cluster_id]
 
     def _link_alone(self, request: LinkRequest, deadline_ns: int) -> LLMStatusCode:
         with self._lock:
@@ -871,11 +870,11 @@ class Links:
         use = Use()
         # A link that broke may be having its memory released just now, which is no transfer, and short.
         wait = self.terms.cache_manager or link.state is not State.READY
-        if not link.turn.claim(use, deadline_ns if wait else None):
-            get_logger().error("cluster %d is not unlinked: a transfer is under way", link.cluster_id)
-            return LLMStatusCode.LLM_UNLINK_FAILED if self.terms.cache_manager else LLMStatusCode.LLM_LINK_BUSY
         result = LLMStatusCode.LLM_SUCCESS
         try:
+            if not link.turn.claim(use, deadline_ns if wait else None):
+                get_logger().error("cluster %d is not unlinked: a transfer is under way", link.cluster_id)
+                return LLMStatusCode.LLM_UNLINK_FAILED if self.terms.cache_manager else LLMStatusCode.LLM_LINK_BUSY
             if tell and link.endpoint.alive():
                 self.ask(link, Kind.UNLINK, deadline_ns)
         except Gone:
