@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from refusals import refuses
 
 from llm_datadist import BlocksCacheKey, CacheKey, LayerSynchronizer, LLMRole, LLMStatusCode, TransferConfig
 from llm_datadist._engine import engine as engine_module
+from llm_datadist._engine.directory import Directory
 from llm_datadist._engine.links import Link
 from llm_datadist._engine.wire import Frame, Kind
 from llm_datadist.backend import BackendError, Failure
@@ -182,17 +184,42 @@ def test_finalize_while_a_link_does_not_get_done(peer: Peer, monkeypatch: Any) -
     there.close()
 
 
-@pytest.mark.needs("host_access")
-def test_a_peer_can_not_queue_staging_without_end(ends: tuple[End, End]) -> None:
+@pytest.mark.parametrize("kind", [Kind.STAGE, Kind.PING])
+def test_a_peer_that_floods_is_hung_up_on(ends: tuple[End, End], kind: Kind) -> None:
+    """Others must not wait until thousands of requests are answered, nor may they be kept without end."""
     there, here = ends
-    there.register(OF, BlocksCacheKey(1, 7), salt=0, blocks=True)
     link = link_of(here)
     assert there.peer
     there.peer.stop()
-    for number in range(100):
-        link.channel.send(Frame(Kind.STAGE, 1000 + number, {"cache": 1}), time.monotonic_ns() + 10**10)
-    there.peer.signal(18)  # SIGCONT
+    try:
+        for number in range(100):
+            link.channel.send(Frame(kind, 1000 + number, {"cache": 1}), time.monotonic_ns() + 10**10)
+    finally:
+        there.peer.signal(signal.SIGCONT)
     end = time.monotonic() + 30
     while link.usable():
         assert time.monotonic() < end, "the peer took all of it"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_an_interrupted_registration_is_taken_back(ends: tuple[End, End], monkeypatch: Any, call: int) -> None:
+    """Neither the cache nor its key is left, for this engine or for others, and the memory can be registered again."""
+    there, here = ends
+    addresses = [here.take(OF.size) for _ in range(OF.num_tensors)]
+    publish, calls = Directory.publish, []
+
+    def interrupted(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        publish(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Directory, "publish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            here.manager.register_cache(OF, addresses, [CacheKey(2, 10)])
+    cache = here.manager.register_cache(OF, addresses, [CacheKey(2, 10)])
+    here.manager.unregister_cache(cache.cache_id)
+    with refuses(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "10"):
+        there.manager.pull_cache(CacheKey(2, 10), there.allocate(OF))
