@@ -550,7 +550,7 @@ class CacheManager(Manager):
         size: int = -1,
         tensor_num_per_layer: int = 2,
     ) -> None:
-        """Push one batch slot into a peer's cache, layer after layer.
+        """Push one batch slot into a peer's cache.
 
         Parameters
         ----------
@@ -573,8 +573,8 @@ class CacheManager(Manager):
             For arguments of another type or width.
         LLMException
             LLM_PARAM_INVALID (also a ValueError) without ``enable_remote_cache_accessible`` and for what does not fit;
-            LLM_KV_CACHE_NOT_EXIST; LLM_NOT_YET_LINK; LLM_TIMEOUT; LLM_ENGINE_FINALIZED. Layers before a failing one
-            stay written.
+            LLM_KV_CACHE_NOT_EXIST; LLM_NOT_YET_LINK; LLM_TIMEOUT; LLM_ENGINE_FINALIZED. Layers before the first that
+            the destination lacks are written all the same.
         """
         self._engine.require_open()
         self._require_remote_access("push_cache")
@@ -583,7 +583,7 @@ class CacheManager(Manager):
         uint32("src_batch_index", src_batch_index)
         if int64("size", size) != -1:
             raise refused(ParamInvalid(f"size is {size}, allowed is -1"))
-        layers, n = self._pushed_layers(src_cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
+        layers = self._pushed_layers(src_cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
         key, slot = self._pulled_key(dst_cache_key)
         info("push_cache %s slot %d to %s, layers %s", src_cache, src_batch_index, dst_cache_key, layers)
         self._run(
@@ -593,8 +593,7 @@ class CacheManager(Manager):
             slot,
             self._own_id("src_cache", src_cache),
             src_batch_index,
-            layers,
-            n,
+            *layers,
         )
         info("push_cache to %s done", dst_cache_key)
 
@@ -608,7 +607,7 @@ class CacheManager(Manager):
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
     ) -> None:
-        """Push blocks into a peer's paged cache, layer after layer.
+        """Push blocks into a peer's paged cache.
 
         Parameters
         ----------
@@ -631,7 +630,7 @@ class CacheManager(Manager):
         typed("dst_cache_key", dst_cache_key, BlocksCacheKey)
         self._check_form("src_cache", src_cache, blocks=True)
         source, destination = self._check_block_lists("src_blocks", src_blocks, "dst_blocks", dst_blocks)
-        layers, n = self._pushed_layers(src_cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
+        layers = self._pushed_layers(src_cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
         info("push_blocks %s to %s, %d blocks, layers %s", src_cache, dst_cache_key, len(source), layers)
         self._run(
             self._engine.transfers.push_blocks,
@@ -640,8 +639,7 @@ class CacheManager(Manager):
             self._own_id("src_cache", src_cache),
             source,
             destination,
-            layers,
-            n,
+            *layers,
         )
         info("push_blocks to %s done", dst_cache_key)
 
@@ -652,7 +650,7 @@ class CacheManager(Manager):
     @staticmethod
     def _pushed_layers(
         cache: Cache, source: range | None, destination: range | None, per_layer: int
-    ) -> tuple[list[tuple[int, int]], int]:
+    ) -> tuple[range, range, int]:
         n = check_tensor_num_per_layer(per_layer)
         total = cache.cache_desc.num_tensors
         sources = check_layer_range("src_layer_range", source) or range(total // n)
@@ -672,7 +670,7 @@ class CacheManager(Manager):
             raise refused(
                 ParamInvalid(f"src_layer_range is {sources}, the cache has {total // n} layers of {n} tensors")
             )
-        return list(zip(sources, destinations, strict=True)), n
+        return sources, destinations, n
 
     # ------------------------------------------------------------------ local copies
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 __all__ = ["Intervals"]
 
@@ -11,9 +11,18 @@ __all__ = ["Intervals"]
 class Intervals:
     """Intervals of pages or bytes. Not thread safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, sorted_parts: Iterable[tuple[int, int]] = ()) -> None:
+        """Take non-empty ranges in rising order, none of which overlaps the next."""
+        begins: list[int] = []
+        ends: list[int] = []
+        for begin, end in sorted_parts:
+            if ends and ends[-1] == begin:
+                ends[-1] = end
+            else:
+                begins.append(begin)
+                ends.append(end)
         # One attribute, so that a signal between two steps leaves the former set or the new one.
-        self._spans: tuple[list[int], list[int]] = ([], [])
+        self._spans = begins, ends
 
     @property
     def _begins(self) -> list[int]:

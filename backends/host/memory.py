@@ -107,12 +107,15 @@ def _is_memory(plan: Plan) -> bool:
 
 def maps() -> tuple[Intervals, Intervals]:
     """Give what is mapped in this process, and what of it can be read and written."""
-    mapped, usable = Intervals(), Intervals()
-    with open("/proc/self/maps") as lines:
+    mapped: list[tuple[int, int]] = []
+    usable: list[tuple[int, int]] = []
+    # The kernel lists in rising order. With hundreds of mappings the two sets would be slow to grow one by one.
+    with open("/proc/self/maps", "rb") as lines:
         for line in lines:
-            span, permissions, _ = line.split(" ", 2)
-            begin, end = (int(text, 16) for text in span.split("-"))
-            mapped.add(begin, end)
-            if permissions.startswith("rw"):
-                usable.add(begin, end)
-    return mapped, usable
+            begin, _, rest = line.partition(b"-")
+            end, _, permissions = rest.partition(b" ")
+            span = int(begin, 16), int(end, 16)
+            mapped.append(span)
+            if permissions.startswith(b"rw"):
+                usable.append(span)
+    return Intervals(mapped), Intervals(usable)

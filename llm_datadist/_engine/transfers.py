@@ -195,10 +195,11 @@ class Transfers:
         slot: int,
         cache_id: int,
         batch_index: int,
-        layers: Sequence[tuple[int, int]],
+        source: range,
+        destination: range,
         n: int,
     ) -> None:
-        """Push one batch slot, layer after layer. ``layers`` are (source, destination) pairs of ``n`` tensors each."""
+        """Push one batch slot. ``source`` and ``destination`` are layers of ``n`` tensors each."""
         cache = self._caches.begin(cache_id, use)
         here = cache.geometry
         check_index("src_batch_index", batch_index, here.slots, f"the batch slots of cache {cache.id}")
@@ -207,9 +208,8 @@ class Transfers:
             check_room(here.stride, found.record.stride)
             return span_runs(batch_index * here.stride, 0, here.stride)
 
-        for source, destination in layers:
-            tensors = range(source * n, source * n + n)
-            self._write_layer(use, cluster_id, key, slot, cache, tensors, destination * n, runs, blocks=False)
+        tensors = range(source.start * n, source.stop * n)
+        self._write(use, cluster_id, key, slot, cache, tensors, destination.start * n, n, runs, blocks=False)
 
     @with_use
     def push_blocks(
@@ -220,10 +220,11 @@ class Transfers:
         cache_id: int,
         source: Indices,
         destination: Indices,
-        layers: Sequence[tuple[int, int]],
+        source_layers: range,
+        destination_layers: range,
         n: int,
     ) -> None:
-        """Push blocks, layer after layer."""
+        """Push blocks of layers of ``n`` tensors each."""
         cache = self._caches.begin(cache_id, use)
         here = cache.geometry
         check_index("source block", source.maximum, here.slots, f"the blocks of cache {cache.id}")
@@ -234,9 +235,8 @@ class Transfers:
             check_index("destination block", destination.maximum, record.slots, "the peer's blocks")
             return block_runs(source, destination, here.slots, record.slots, here.stride)
 
-        for from_, to in layers:
-            tensors = range(from_ * n, from_ * n + n)
-            self._write_layer(use, cluster_id, key, 0, cache, tensors, to * n, runs, blocks=True)
+        tensors = range(source_layers.start * n, source_layers.stop * n)
+        self._write(use, cluster_id, key, 0, cache, tensors, destination_layers.start * n, n, runs, blocks=True)
 
     @with_use
     def write_layer(
@@ -258,7 +258,7 @@ class Transfers:
         """
         cache = self._caches.begin(cache_id, use)
         check(cache)
-        self._write_layer(
+        self._write(
             use,
             cluster_id,
             key,
@@ -266,11 +266,12 @@ class Transfers:
             cache,
             source,
             first_destination,
+            len(source),
             lambda found, room: runs(cache, found, room),
             blocks=None,
         )
 
-    def _write_layer(
+    def _write(
         self,
         use: Use,
         cluster_id: int,
@@ -279,11 +280,17 @@ class Transfers:
         cache: Cache,
         source: range,
         first_destination: int,
+        per_layer: int,
         runs: Callable[[Found, int], Runs],
         *,
         blocks: bool | None,
     ) -> None:
-        """Write one layer; ``blocks`` says whether the target must be a blocks cache, None takes either."""
+        """Write tensors to consecutive ones; ``blocks`` says if the target must be a blocks cache, None takes either.
+
+        Where the target has too few tensors, the layers before the first that it lacks are written.
+        """
+        if not source:
+            return
         select_tensors("source", source, cache.geometry.num_tensors)
         link = self.links.to(cluster_id)
         use.what = key, slot
@@ -295,19 +302,22 @@ class Transfers:
                 paths.check_form(found, blocks=blocks)
             check_index("batch_index of the key", slot, record.slots, "the batch slots of the peer's cache")
             paths.check_access(self._rules, cache, record, pull=False, same_form=True)
-            destination = range(first_destination, first_destination + len(source))
-            select_tensors("destination", destination, record.num_tensors)
-            remote, route = paths.remote_bases(link, record, destination)
-            local = [addresses[i] for addresses in cache.addresses for i in source]
+            room = max(0, record.num_tensors - first_destination)
+            present = source[: room // per_layer * per_layer]
+            lacking = first_destination + len(present)
+            if not present:
+                select_tensors("destination", range(lacking, lacking + per_layer), record.num_tensors)
+            remote, route = paths.remote_bases(link, record, range(first_destination, lacking))
+            local = [addresses[i] for addresses in cache.addresses for i in present]
             at = slot * record.stride
             plan = Plan(Bases(local, [base + at for base in remote]), runs(found, record.tensor_bytes - at))
             try:
-                self._write(use, link, record, plan, found.guard(link), deadline_ns, route)
+                self._write_plan(use, link, record, plan, found.guard(link), deadline_ns, route)
                 break
             except BackendError as e:
                 self._look_again(link, e, deadline_ns)
-        # Others may have the link before the next layer.
-        self.links.give_back(use)
+        if len(present) < len(source):
+            select_tensors("destination", range(lacking, lacking + per_layer), record.num_tensors)
 
     @with_use
     def write_addresses(
@@ -339,13 +349,13 @@ class Transfers:
             ]
             try:
                 for plan, (found, place, _) in zip(plans, located, strict=True):
-                    self._write(use, link, found.record, plan, found.guard(link), deadline_ns, place.route)
+                    self._write_plan(use, link, found.record, plan, found.guard(link), deadline_ns, place.route)
                 return
             except BackendError as e:
                 link.kept.pop(AddressTable, None)
                 self._look_again(link, e, deadline_ns)
 
-    def _write(
+    def _write_plan(
         self, use: Use, link: Link, record: Record, plan: Plan, guard: Any, deadline_ns: int, route: int
     ) -> None:
         def move() -> None:

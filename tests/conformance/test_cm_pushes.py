@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ends import End, desc
 from refusals import PARAM_INVALID, Expected, name_of, refuses
-from stall import Stalled, clear_faults, set_faults
+from stall import Stalled
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, KvCache, LLMStatusCode, Placement
 
@@ -98,11 +98,9 @@ def test_s103_layers(remote_cm: tuple[End, End], n: int) -> None:
 def test_s101_layers_before_the_failing_one_stay_written(scene: Scene) -> None:
     """S-101: the first failing layer raises, and what went before it stays."""
     there, here = scene.there, scene.here
-    set_faults(here.dd, fail_nth=2)
-    with refuses(LLMStatusCode.LLM_FAILED):
-        scene.push()
-    clear_faults(here.dd)
-    there.check(scene.to, TO, {t: [(96, here.expected(OF, t)[32:])] for t in range(2)})
+    with refuses(PARAM_INVALID, "destination", 4):
+        scene.push(src_layer_range=range(2), dst_layer_range=range(1, 3))
+    there.check(scene.to, TO, {t + 2: [(96, here.expected(OF, t)[32:])] for t in range(2)})
 
 
 def test_s102_layers_without_a_layer(remote_cm: tuple[End, End]) -> None:
