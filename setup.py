@@ -12,7 +12,7 @@ DEBUG = os.environ.get("LLM_DATADIST_CYTHON_DEBUG") == "1"
 
 # The one table of compiled modules. They all live in one folder, because Cython does not follow
 # ``package_dir`` and so cannot cimport from ``backends/``.
-KERNELS = ("runs", "hostcopy", "process", "words")
+KERNELS = ("runs", "hostcopy", "process", "records", "words")
 
 DIRECTIVES = {
     "language_level": 3,

@@ -61,7 +61,7 @@ class Blocks:
         self.inner = np.arange(nbytes // 8, dtype=np.uint64)
 
     def first(self, tensor, block):
-        return np.uint64(((self.salt << 24) + tensor * self.count + block + 1) << 32)
+        return np.uint64(((self.salt << 16) + tensor * self.count + block + 1) << 32)
 
     def fill(self):
         for t in range(len(self.addresses)):

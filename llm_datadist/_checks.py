@@ -259,11 +259,15 @@ def int32(name: str, value: object) -> int:
 
 def int64(name: str, value: object) -> int:
     """Give an integer in [-2**63, 2**63)."""
+    if type(value) is int and -INT64_MAX <= value <= INT64_MAX:
+        return value
     return integer(name, value, -INT64_MAX - 1, INT64_MAX)
 
 
 def uint32(name: str, value: object) -> int:
     """Give an integer in [0, 2**32)."""
+    if type(value) is int and 0 <= value <= UINT32_MAX:
+        return value
     return integer(name, value, 0, UINT32_MAX)
 
 

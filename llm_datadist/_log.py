@@ -22,7 +22,15 @@ FORMAT = (
 SELDOM_S = 1.0
 
 #: Modules that only pass a message on: the interesting line is the one that called them.
-_PASSING_ON = frozenset({__name__, "llm_datadist._checks", "llm_datadist._manager", "llm_datadist.status"})
+_PASSING_ON = frozenset(
+    {
+        __name__,
+        "llm_datadist._checks",
+        "llm_datadist._engine.uses",
+        "llm_datadist._manager",
+        "llm_datadist.status",
+    }
+)
 
 _logger: logging.Logger | None = None
 

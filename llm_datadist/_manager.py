@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 from llm_datadist._checks import (
     UINT64_MAX,
@@ -48,8 +47,6 @@ __all__ = ["Manager"]
 MAX_DIMENSIONS = 31
 LAYER_ARGUMENTS = frozenset({"src_layer_range", "dst_layer_range", "tensor_num_per_layer"})
 OFFSET_ARGUMENTS = frozenset({"src_cache_offset", "dst_cache_offset"})
-
-Args = ParamSpec("Args")
 
 
 class Manager:
@@ -95,11 +92,12 @@ class Manager:
     def _owned_key(self, key: CacheKey) -> Key | None:
         """Give the key that an owner binds, or None for padding."""
         _, request, prefix, _ = self._kinds
-        if key.prefix_id == UINT64_MAX:
-            return None if key.req_id == UINT64_MAX else self._key(request, key.req_id, key.model_id)
-        if key.req_id != UINT64_MAX:
+        number = key._req_id
+        if key._prefix_id == UINT64_MAX:
+            return None if number == UINT64_MAX else self._key(request, number, key._model_id)
+        if number != UINT64_MAX:
             raise refused(ParamInvalid(f"{key} has a req_id and a prefix_id, allowed is one of them"))
-        return self._key(prefix, key.prefix_id, key.model_id)
+        return self._key(prefix, key._prefix_id, key._model_id)
 
     def _pulled_key(self, key: CacheKey | CacheKeyByIdAndIndex) -> tuple[Key, int]:
         """Give the key that a transfer looks for, and the slot that it names if it goes by cache id."""
@@ -112,28 +110,30 @@ class Manager:
         return owned, 0
 
     def _blocks_key(self, key: BlocksCacheKey) -> Key:
-        made = self._blocks_keys.get(key.model_id)
+        made = self._blocks_keys.get(key._model_id)
         if made is None:
-            made = self._blocks_keys[key.model_id] = self._key(self._kinds[3], UINT64_MAX, key.model_id)
+            made = self._blocks_keys[key._model_id] = self._key(self._kinds[3], UINT64_MAX, key._model_id)
         return made
 
     # ------------------------------------------------------------------ arguments of transfers
 
-    def _check_layers(self, cache: KvCache | Cache, kwargs: dict[str, Any]) -> Layers:
+    def _check_layers(
+        self, name: str, cache: KvCache | Cache, kwargs: dict[str, Any], known: frozenset[str] = LAYER_ARGUMENTS
+    ) -> Layers:
+        """Give the layers of a pull, and warn of arguments that are not ``known``."""
         if not kwargs:
             return self._all_layers
         source = kwargs.get("src_layer_range")
         destination = kwargs.get("dst_layer_range")
         ranged = source is not None or destination is not None
         count = check_pulled_layers(kwargs.get("tensor_num_per_layer"), cache.cache_desc.num_tensors, ranged)
-        return self._layers(
+        layers = self._layers(
             check_layer_range("src_layer_range", source), check_layer_range("dst_layer_range", destination), count
         )
-
-    def _warn_unknown(self, name: str, kwargs: dict[str, Any], known: frozenset[str]) -> None:
         for unknown in kwargs.keys() - known - self._warned:
             self._warned.add(unknown)
             warnings.warn(f"{name} ignores the unknown argument {unknown!r}", RuntimeWarning, stacklevel=3)
+        return layers
 
     def _check_blocks(self, name: str, blocks: Sequence[int]) -> Indices:
         try:
@@ -145,8 +145,11 @@ class Manager:
     def _check_block_lists(
         self, source_name: str, source: Sequence[int], destination_name: str, destination: Sequence[int]
     ) -> tuple[Indices, Indices]:
-        sources = self._check_blocks(source_name, source)
-        destinations = self._check_blocks(destination_name, destination)
+        try:
+            sources, destinations = self._indices(source, source_name), self._indices(destination, destination_name)
+        except (TypeError, ValueError) as e:
+            refused(e)
+            raise
         if len(sources) != len(destinations) or not len(sources):
             raise refused(
                 ParamInvalid(
@@ -155,18 +158,6 @@ class Manager:
                 )
             )
         return sources, destinations
-
-    @staticmethod
-    def _run(operation: Callable[Args, None], *args: Args.args, **kwargs: Args.kwargs) -> None:
-        """Run an operation of the engine; what that refuses is logged like what is refused here."""
-        try:
-            operation(*args, **kwargs)
-        except ParamInvalid as e:
-            refused(e)
-            raise
-
-    def _verbose(self) -> bool:
-        return self._logger.isEnabledFor(logging.INFO)
 
     # ------------------------------------------------------------------ local copies
 
@@ -197,8 +188,7 @@ class Manager:
             size,
             req_id,
         )
-        self._run(
-            self._engine.copies.copy_slot,
+        self._engine.copies.copy_slot(
             destination_id,
             source_id,
             destination_slot,
@@ -263,8 +253,7 @@ class Manager:
 
         info("swap_blocks %s to %s, %d blocks", source, destination, len(src_to_dst))
         if src_to_dst:
-            self._run(
-                self._engine.copies.swap_blocks,
+            self._engine.copies.swap_blocks(
                 owned,
                 addresses,
                 source_blocks,

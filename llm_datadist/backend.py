@@ -15,7 +15,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from llm_datadist._kernels.hostcopy import Guard
@@ -104,8 +104,7 @@ class Region:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A base address for a `Plan`, and the way to it: a number that only its endpoint understands."""
 
     base: int

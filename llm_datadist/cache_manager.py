@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from llm_datadist._checks import (
     uint64,
 )
 from llm_datadist._log import info
-from llm_datadist._manager import LAYER_ARGUMENTS, Manager
+from llm_datadist._manager import Manager
 from llm_datadist.cache_types import (
     BlocksCacheKey,
     Cache,
@@ -438,14 +439,12 @@ class CacheManager(Manager):
         batch_index = uint32("batch_index", batch_index)
         size = check_size(size)
         key, slot = self._pulled_key(cache_key)
-        layers = self._check_layers(cache, kwargs)
-        self._warn_unknown("pull_cache", kwargs, LAYER_ARGUMENTS)
-        self._refuse_self(cache_key.cluster_id)
-        verbose = self._verbose()
+        layers = self._check_layers("pull_cache", cache, kwargs)
+        self._refuse_self(cache_key._cluster_id)
+        verbose = self._logger.isEnabledFor(logging.INFO)
         if verbose:
             info("pull_cache %s into %s, slot %d, size %d, %s", cache_key, cache, batch_index, size, kwargs)
-        self._run(
-            self._engine.transfers.pull_slot,
+        self._engine.transfers.pull_slot(
             cache_key.cluster_id,
             key,
             slot,
@@ -507,16 +506,14 @@ class CacheManager(Manager):
                         f"{type(src_cache_key).__name__} are no source and at least one destination"
                     )
                 )
-        layers = self._check_layers(dst_cache, kwargs)
-        self._warn_unknown("pull_blocks", kwargs, LAYER_ARGUMENTS)
-        self._refuse_self(src_cache_key.cluster_id)
-        verbose = self._verbose()
+        layers = self._check_layers("pull_blocks", dst_cache, kwargs)
+        self._refuse_self(src_cache_key._cluster_id)
+        verbose = self._logger.isEnabledFor(logging.INFO)
         if verbose:
             info("pull_blocks %s into %s, %d blocks, %s", src_cache_key, dst_cache, len(destination), kwargs)
         cache_id = self._own_id("dst_cache", dst_cache)
         if isinstance(src_cache_key, BlocksCacheKey):
-            self._run(
-                self._engine.transfers.pull_blocks,
+            self._engine.transfers.pull_blocks(
                 src_cache_key.cluster_id,
                 self._blocks_key(src_cache_key),
                 cache_id,
@@ -526,8 +523,7 @@ class CacheManager(Manager):
             )
         else:
             key, slot = self._pulled_key(src_cache_key)
-            self._run(
-                self._engine.transfers.pull_slot_into_blocks,
+            self._engine.transfers.pull_slot_into_blocks(
                 src_cache_key.cluster_id,
                 key,
                 slot,
@@ -586,8 +582,7 @@ class CacheManager(Manager):
         layers = self._pushed_layers(src_cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
         key, slot = self._pulled_key(dst_cache_key)
         info("push_cache %s slot %d to %s, layers %s", src_cache, src_batch_index, dst_cache_key, layers)
-        self._run(
-            self._engine.transfers.push_slot,
+        self._engine.transfers.push_slot(
             dst_cache_key.cluster_id,
             key,
             slot,
@@ -632,8 +627,7 @@ class CacheManager(Manager):
         source, destination = self._check_block_lists("src_blocks", src_blocks, "dst_blocks", dst_blocks)
         layers = self._pushed_layers(src_cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
         info("push_blocks %s to %s, %d blocks, layers %s", src_cache, dst_cache_key, len(source), layers)
-        self._run(
-            self._engine.transfers.push_blocks,
+        self._engine.transfers.push_blocks(
             dst_cache_key.cluster_id,
             self._blocks_key(dst_cache_key),
             self._own_id("src_cache", src_cache),
@@ -737,7 +731,7 @@ class CacheManager(Manager):
         self._check_form("cache", cache, blocks=True)
         pairs = self._check_copy_info(copy_block_info)
         info("copy_blocks in cache %d, %d pairs", cache.cache_id, len(pairs))
-        self._run(self._engine.copies.copy_blocks, self._own_id("cache", cache), pairs, need_blocks=True)
+        self._engine.copies.copy_blocks(self._own_id("cache", cache), pairs, need_blocks=True)
         info("copy_blocks in cache %d done", cache.cache_id)
 
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:

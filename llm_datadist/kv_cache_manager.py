@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -280,27 +281,27 @@ class KvCacheManager(Manager):
             self._require_role("pull_cache", LLMRole.DECODER)
         if type(cache_key) is not CacheKey:
             check_isinstance("cache_key", cache_key, [CacheKey, CacheKeyByIdAndIndex], allow_none=False)
-        self._device_cache("kv_cache", kv_cache)
+        mine = type(kv_cache) is KvCache and kv_cache._collected is self._dropped
+        if not mine:
+            self._device_cache("kv_cache", kv_cache)
         int64("size", size)
         batch_index = uint32("batch_index", batch_index)
-        size = check_size(size)
+        if size != -1:
+            check_size(size)
         source_offset = destination_offset = None
         if kwargs:
             source_offset = check_offset("src_cache_offset", kwargs.get("src_cache_offset"))
             destination_offset = check_offset("dst_cache_offset", kwargs.get("dst_cache_offset"))
         key, slot = self._pulled_key(cache_key)
-        layers = self._check_layers(kv_cache, kwargs)
-        if kwargs:
-            self._warn_unknown("pull_cache", kwargs, LAYER_ARGUMENTS | OFFSET_ARGUMENTS)
-        verbose = self._verbose()
+        layers = self._check_layers("pull_cache", kv_cache, kwargs, LAYER_ARGUMENTS | OFFSET_ARGUMENTS)
+        verbose = self._logger.isEnabledFor(logging.INFO)
         if verbose:
             info("pull_cache %s into %s, slot %d, size %d, %s", cache_key, kv_cache, batch_index, size, kwargs)
-        self._run(
-            self._engine.transfers.pull_slot,
-            cache_key.cluster_id,
+        self._engine.transfers.pull_slot(
+            cache_key._cluster_id,
             key,
             slot,
-            self._own_id("kv_cache", kv_cache),
+            kv_cache._cache_id if mine else self._own_id("kv_cache", kv_cache),
             batch_index,
             size,
             source_offset,
@@ -351,19 +352,18 @@ class KvCacheManager(Manager):
             self._require_role("pull_blocks", LLMRole.DECODER)
         if type(prompt_cache_key) is not BlocksCacheKey:
             typed("prompt_cache_key", prompt_cache_key, BlocksCacheKey)
-        self._device_cache("decoder_kv_cache", decoder_kv_cache)
+        mine = type(decoder_kv_cache) is KvCache and decoder_kv_cache._collected is self._dropped
+        if not mine:
+            self._device_cache("decoder_kv_cache", decoder_kv_cache)
         source, destination = self._check_block_lists("prompt_blocks", prompt_blocks, "decoder_blocks", decoder_blocks)
-        layers = self._check_layers(decoder_kv_cache, kwargs)
-        if kwargs:
-            self._warn_unknown("pull_blocks", kwargs, LAYER_ARGUMENTS)
-        verbose = self._verbose()
+        layers = self._check_layers("pull_blocks", decoder_kv_cache, kwargs)
+        verbose = self._logger.isEnabledFor(logging.INFO)
         if verbose:
             info("pull_blocks %s into %s, %d blocks, %s", prompt_cache_key, decoder_kv_cache, len(source), kwargs)
-        self._run(
-            self._engine.transfers.pull_blocks,
-            prompt_cache_key.cluster_id,
+        self._engine.transfers.pull_blocks(
+            prompt_cache_key._cluster_id,
             self._blocks_key(prompt_cache_key),
-            self._own_id("decoder_kv_cache", decoder_kv_cache),
+            decoder_kv_cache._cache_id if mine else self._own_id("decoder_kv_cache", decoder_kv_cache),
             source,
             destination,
             layers,
@@ -446,7 +446,7 @@ class KvCacheManager(Manager):
         self._device_cache("cache", cache)
         pairs = self._check_copy_info(copy_block_info)
         info("copy_blocks in cache %d, %d pairs", cache.cache_id, len(pairs))
-        self._run(self._engine.copies.copy_blocks, self._own_id("cache", cache), pairs, need_blocks=False)
+        self._engine.copies.copy_blocks(self._own_id("cache", cache), pairs, need_blocks=False)
         info("copy_blocks in cache %d done", cache.cache_id)
 
     def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[int, int]) -> None:
@@ -555,8 +555,6 @@ class KvCacheManager(Manager):
             raise refused(ParamInvalid(f"{name} is for role {role}, this cluster's role is {self._role}"))
 
     def _device_cache(self, name: str, cache: KvCache) -> None:
-        if type(cache) is KvCache and cache._collected is self._dropped:
-            return  # those of this engine are on DEVICE
         typed(name, cache, KvCache)
         if cache.cache_desc.placement is not Placement.DEVICE:
             raise refused(ParamInvalid(f"{name} is on {cache.cache_desc.placement}, allowed is DEVICE"))

@@ -32,10 +32,11 @@ from llm_datadist._engine.directory import (
     Directory,
     Entry,
     Key,
-    Record,
+    record_of,
 )
 from llm_datadist._engine.space import Space
 from llm_datadist._engine.uses import Use
+from llm_datadist._kernels.records import Record
 from llm_datadist._log import get_logger
 from llm_datadist.backend import Backend, BackendError, MemoryKind, Region
 from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
@@ -99,6 +100,8 @@ class Cache:
     keepers: Sequence[object]
     accessible: bool
     addresses: tuple[tuple[int, ...], ...]
+    #: The same, device after device, for kernels.
+    flat: array[int]
     record: Record
     record_at: int
     entry: int
@@ -364,7 +367,18 @@ class Caches:
         for binding, number in zip(cache.bindings.values(), numbers[1:], strict=True):
             binding.entry, binding.generation = number, next(self._generations)
             table[binding.slot] = (number + 1, binding.generation)
-        cache.record = cache.record._replace(generation=next(self._generations), keys=tuple(table))
+        old = cache.record
+        cache.record = record_of(
+            next(self._generations),
+            old.cache_id,
+            old.flags,
+            old.devices,
+            old.num_tensors,
+            old.slots,
+            old.tensor_bytes,
+            old.tensors,
+            table,
+        )
         cache.record_at = self._directory.write_record(cache.record)
         cache.entry, cache.entry_generation = numbers[0], next(self._generations)
         self._announce(cache)
@@ -438,7 +452,7 @@ class Caches:
                 table = [(0, 0)] * (max(bound) + 1 if bound else 0)
                 for slot, (_, number, generation, _) in bound.items():
                     table[slot] = (number + 1, generation)
-                record = Record(
+                record = record_of(
                     next(self._generations),
                     self._next_id,
                     (F_ACCESSIBLE if accessible else 0)
@@ -450,14 +464,14 @@ class Caches:
                     geometry.num_tensors,
                     geometry.slots,
                     geometry.tensor_bytes,
-                    tuple((region.id, address - region.address) for region, address in where),
-                    tuple(table),
+                    [(region.id, address - region.address) for region, address in where],
+                    table,
                 )
                 record_at = self._directory.write_record(record)
             except MemoryError as e:
                 raise LLMException(str(e), status_code=self._table_full) from e
             n = geometry.num_tensors
-            flat = [address for _, address in where]
+            flat = array("Q", [address for _, address in where])
             cache = Cache(
                 record.cache_id,
                 geometry,
@@ -466,6 +480,7 @@ class Caches:
                 keepers,
                 accessible,
                 tuple(tuple(flat[d * n : (d + 1) * n]) for d in range(devices)),
+                flat,
                 record,
                 record_at,
                 numbers[0],

@@ -7,18 +7,18 @@ the size of the window, so a reader takes no offset from the peer except those o
 from __future__ import annotations
 
 import itertools
-import struct
 import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from llm_datadist._engine.space import Space
 from llm_datadist._kernels import words
 from llm_datadist._kernels.hostcopy import Guard
+from llm_datadist._kernels.records import Record
 from llm_datadist.backend import Window
 
 __all__ = [
@@ -33,8 +33,8 @@ __all__ = [
     "Layout",
     "MappedDirectory",
     "PeerDirectory",
-    "Record",
     "Unreadable",
+    "record_of",
 ]
 
 MAGIC = 0x4C4C4D4444495231  # "LLMDDIR1"
@@ -51,11 +51,8 @@ SMALLEST_INDEX = 512
 #: What a reader believes of a peer at most: a million tensors in one cache, and directories not far above ours.
 LARGEST_RECORD = 16 << 20
 LARGEST_WINDOW = 1 << 30
-#: How many shapes of records a reader remembers.
-SHAPES = 256
-
-#: What a record's body starts with: cache id, flags, devices, tensors, slots, bytes of a tensor, keys.
-HEAD = struct.Struct("=7Q")
+#: Bytes of a record besides its body: generation and length before it, checksum and generation behind.
+FRAME_BYTES = 32
 
 # header words
 W_MAGIC, W_VERSION, W_INCARNATION, W_STATE, W_TABLE, W_EPOCH, W_CAPACITY, W_ALIVE = (8 * i for i in range(8))
@@ -94,27 +91,27 @@ class Unreadable(Exception):
     """The peer's directory could not be read within the time limit, or says impossible things."""
 
 
-class Record(NamedTuple):
-    """One cache as published: geometry, where its tensors lie, and which entries name its slots."""
+def record_of(
+    generation: int,
+    cache_id: int,
+    flags: int,
+    devices: int,
+    num_tensors: int,
+    slots: int,
+    tensor_bytes: int,
+    tensors: Iterable[tuple[int, int]],
+    keys: Collection[tuple[int, int]],
+) -> Record:
+    """Describe a cache: ``tensors`` are (region, offset), device after device.
 
-    generation: int
-    cache_id: int
-    flags: int
-    devices: int
-    num_tensors: int
-    slots: int
-    tensor_bytes: int
-    #: (region, offset) of each tensor, device after device.
-    tensors: tuple[tuple[int, int], ...]
-    #: (entry number + 1, binding generation) of each slot that was given a key; (0, 0) for a slot without.
-    keys: tuple[tuple[int, int], ...]
-    #: For readers: equal for records of one directory whose geometry and tensors are the same.
-    shape: int = 0
-
-    @property
-    def stride(self) -> int:
-        """Bytes of one batch slot or block."""
-        return self.tensor_bytes // self.slots
+    ``keys`` are (entry number + 1, binding generation) of each slot up to the last that was given a key, (0, 0) for one
+    without.
+    """
+    head = cache_id, flags, devices, num_tensors, slots, tensor_bytes, len(keys)
+    body = array("Q", head)
+    body.extend(itertools.chain.from_iterable(tensors))
+    body.extend(itertools.chain.from_iterable(keys))
+    return Record(generation, body.tobytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,27 +184,15 @@ class Directory:
 
     def write_record(self, record: Record) -> int:
         """Publish a cache; return the record's offset. It is found only once an entry names it."""
-        body = array(
-            "Q",
-            (
-                record.cache_id,
-                record.flags,
-                record.devices,
-                record.num_tensors,
-                record.slots,
-                record.tensor_bytes,
-                len(record.keys),
-                *(number for pair in record.tensors for number in pair),
-                *(number for pair in record.keys for number in pair),
-            ),
-        )
-        if (len(body) + 4) * 8 > LARGEST_RECORD:
-            raise MemoryError(f"a cache's record of {(len(body) + 4) * 8} bytes is above {LARGEST_RECORD}")
-        offset = self._arena.take((len(body) + 4) * 8)
+        nbytes = len(record.body) + FRAME_BYTES
+        if nbytes > LARGEST_RECORD:
+            raise MemoryError(f"a cache's record of {nbytes} bytes is above {LARGEST_RECORD}")
+        offset = self._arena.take(nbytes)
         if offset is None:
             raise MemoryError("the directory has no room for another cache")
-        words.write_record(self._base + self.layout.arena + offset, record.generation, body)
-        return self.layout.arena + offset
+        offset += self.layout.arena
+        words.write_record(self._base + offset, record.generation, memoryview(record.body).cast("Q"))
+        return offset
 
     def retire_record(self, offset: int, generation: int) -> None:
         """Withdraw a record: from here on no reader that finds bytes of a later owner calls them good."""
@@ -215,8 +200,7 @@ class Directory:
 
     def free_record(self, offset: int, record: Record) -> None:
         """Let a retired record's room be used again."""
-        nbytes = (7 + 2 * len(record.tensors) + 2 * len(record.keys) + 4) * 8
-        self._arena.give(offset - self.layout.arena, nbytes)
+        self._arena.give(offset - self.layout.arena, len(record.body) + FRAME_BYTES)
 
     def publish(self, number: int, key: Key, entry: Entry) -> None:
         """Publish an entry and make it findable."""
@@ -293,9 +277,6 @@ class PeerDirectory(ABC):
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        #: Number and tensors of the shapes of records that were read, by their bytes.
-        self._shapes: dict[bytes, tuple[int, tuple[tuple[int, int], ...]]] = {}
-        self._numbers = itertools.count(1)
 
     # ------------------------------------------------------------------ reading words
 
@@ -345,7 +326,7 @@ class PeerDirectory(ABC):
         """Look a key up; None says for certain that it was not there at one moment of the call."""
         while (found := self.find_once(key)) is False:
             self._pause(deadline_ns)
-        return None if found is None else self._bounded(Entry(*found))
+        return None if found is None else self._bounded(Entry._make(found))
 
     def caches(self, deadline_ns: int) -> list[Entry]:
         """List all caches."""
@@ -361,7 +342,7 @@ class PeerDirectory(ABC):
 
     def entry_of_slot(self, record: Record, slot: int) -> tuple[int, Entry] | None:
         """Give kind and entry of the key that is still bound to a slot, or None."""
-        number, generation = record.keys[slot] if slot < len(record.keys) else (0, 0)
+        number, generation = record.key_of_slot(slot)
         if not 0 < number <= self.layout.entry_count:
             return None
         found = self._read_entry(self.layout.entries + (number - 1) * ENTRY_BYTES)
@@ -379,30 +360,10 @@ class PeerDirectory(ABC):
         found = self._read_record(entry.record, min(self.layout.nbytes - entry.record, LARGEST_RECORD))
         if found is None or found[0] != entry.memory_generation:
             return None
-        generation, body = found
-        if len(body) < HEAD.size:
-            raise Unreadable("a record of the peer's directory is too short")
-        cache_id, flags, devices, num_tensors, slots, tensor_bytes, key_count = HEAD.unpack_from(body)
-        end = HEAD.size + 16 * devices * num_tensors
-        if end + 16 * key_count != len(body):
-            raise Unreadable("a record of the peer's directory has a wrong length")
-        # Caches come and go with each request, and mostly lie where others lay before.
-        same = body[8:end]
-        known = self._shapes.get(same)
-        if known is None:
-            if not slots or not tensor_bytes or tensor_bytes % slots or key_count > slots:
-                raise Unreadable("a record of the peer's directory describes no cache")
-            if len(self._shapes) >= SHAPES:
-                self._shapes.clear()
-            known = self._shapes[same] = next(self._numbers), _pairs(body[HEAD.size : end])
-        shape, tensors = known
-        keys = _pairs(body[end:]) if key_count else ()
-        return Record(generation, cache_id, flags, devices, num_tensors, slots, tensor_bytes, tensors, keys, shape)
-
-
-def _pairs(data: bytes) -> tuple[tuple[int, int], ...]:
-    numbers = memoryview(data).cast("Q").tolist()
-    return tuple(zip(numbers[::2], numbers[1::2], strict=True))
+        try:
+            return Record(*found)
+        except ValueError as e:
+            raise Unreadable(f"a record of the peer's directory {e}") from e
 
 
 class MappedDirectory(PeerDirectory):

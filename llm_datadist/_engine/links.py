@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import enum
+import functools
 import itertools
 import os
 import secrets
@@ -182,7 +183,7 @@ class Link:
     answers: dict[int, Answer] = field(default_factory=dict)
     requests: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
-    @property
+    @functools.cached_property
     def epoch_word(self) -> tuple[int, int]:
         """Offset and expected value of the word of its directory by which the peer can stop my transfers."""
         return self.directory.link_word(self.peer_slot), self.peer_epoch

@@ -24,11 +24,11 @@ from llm_datadist._engine.directory import (
     REQUEST,
     Entry,
     Key,
-    Record,
     Unreadable,
 )
 from llm_datadist._engine.layout import Layers, pair_tensors, select
 from llm_datadist._engine.links import Link
+from llm_datadist._kernels.records import Record
 from llm_datadist._kernels.runs import Bases
 from llm_datadist.backend import BackendError, Failure, MemoryKind, Place
 from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
@@ -49,8 +49,8 @@ __all__ = [
 
 #: The route to memory that no endpoint reaches: by staging. Bases count bytes from the cache's first tensor on.
 STAGED = -1
-#: What is remembered with one link; far above what a serving process uses.
-KEPT = 512
+#: What is remembered with one link; far above what a serving process uses. Each takes less than 1 KiB.
+KEPT = 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,26 +74,22 @@ class Found(NamedTuple):
 
     def guard(self, link: Link) -> Any:
         """Give the words that must not change while this is copied."""
-        pairs = [link.epoch_word, (self.entry.record, self.record.generation)]
-        if self.key.kind != CACHE:
-            pairs.append((link.directory.entry_word(self.entry), self.entry.generation))
-        return link.directory.guard(pairs)
-
-
-class Pairing(NamedTuple):
-    """Tensors of a source and of a destination, paired, and where they lie."""
-
-    bases: Bases
-    route: int
-    #: Which tensors of the source take part.
-    source_tensors: range
+        directory, entry = link.directory, self.entry
+        memory = entry.record, self.record.generation
+        if self.key.kind == CACHE:
+            return directory.guard((link.epoch_word, memory))
+        return directory.guard((link.epoch_word, memory, (directory.entry_word(entry), entry.generation)))
 
 
 class Path(NamedTuple):
     """One source and one destination, checked against each other."""
 
     found: Found
-    pairing: Pairing
+    #: Tensors of both, paired.
+    bases: Bases
+    route: int
+    #: Which tensors of the source take part.
+    source_tensors: range
     #: For `Link.read` and `Link.write`.
     guard: Any
 
@@ -157,7 +153,7 @@ def _lives(link: Link, entry: Entry, record: Record) -> bool:
     """Say whether a cache named by its id is still there: by its handle, or by a key that nobody has spent."""
     if not entry.tags:
         return True
-    for slot in range(len(record.keys)):
+    for slot in range(record.key_count):
         bound = link.directory.entry_of_slot(record, slot)
         if bound is not None and not (bound[0] == REQUEST and link.board.is_spent(bound[1])):
             return True
@@ -195,21 +191,33 @@ def pull_path(link: Link, found: Found, cache: Cache, layers: Layers, rules: Rul
     if found.key.kind == CACHE and found.slot >= record.slots:
         raise absent(found.key, found.slot)
     check_access(rules, cache, record, pull=True, same_form=same_form)
-    token = (record.shape, cache.id, layers)
-    pairing: Pairing | None = link.kept.get(token)
-    if pairing is None:
-        pairing = _pair(link, record, cache, layers)
-        keep(link, token, pairing)
-    return Path(found, pairing, found.guard(link))
-
-
-def _pair(link: Link, record: Record, cache: Cache, layers: Layers) -> Pairing:
-    source = select("src_layer_range", layers.source, layers.per_layer, record.num_tensors)
-    destination = select("dst_layer_range", layers.destination, layers.per_layer, cache.geometry.num_tensors)
+    source, destination = range(record.num_tensors), range(cache.geometry.num_tensors)
+    if layers.source is not None or layers.destination is not None:
+        source = select("src_layer_range", layers.source, layers.per_layer, record.num_tensors)
+        destination = select("dst_layer_range", layers.destination, layers.per_layer, cache.geometry.num_tensors)
     pair_tensors(source, destination)
-    remote, route = remote_bases(link, record, source)
-    local = [addresses[i] for addresses in cache.addresses for i in destination]
-    return Pairing(Bases(remote, local), route, source)
+    paired = _pair_in_one_region(link, record, source, cache, destination)
+    if paired is None:
+        remote, route = remote_bases(link, record, source)
+        paired = Bases(remote, [addresses[i] for addresses in cache.addresses for i in destination]), route
+    return Path(found, *paired, source, found.guard(link))
+
+
+def _pair_in_one_region(
+    link: Link, record: Record, source: range, cache: Cache, destination: range
+) -> tuple[Bases, int] | None:
+    """Pair tensors by one look at the peer's memory, or give None when each must be looked for by itself."""
+    span = record.span()
+    if span is None or not source:
+        return None
+    try:
+        place = link.endpoint.locate(*span)
+    except BackendError as e:
+        if e.kind not in (Failure.INVALID, Failure.UNSUPPORTED):
+            raise
+        return None
+    n = cache.geometry.num_tensors
+    return record.bases(source.start, span[1], place.base, cache.flat, destination.start, n, len(source)), place.route
 
 
 def keep(link: Link, token: object, what: object) -> None:

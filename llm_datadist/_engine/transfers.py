@@ -14,7 +14,7 @@ from typing import Any
 
 from llm_datadist._engine import codes, paths
 from llm_datadist._engine.caches import Cache, Caches
-from llm_datadist._engine.directory import BLOCKS, F_REGISTERED, PREFIX, Key, Record, Unreadable
+from llm_datadist._engine.directory import BLOCKS, F_REGISTERED, PREFIX, Key, Unreadable
 from llm_datadist._engine.layout import (
     Layers,
     check_chunks,
@@ -30,6 +30,7 @@ from llm_datadist._engine.links import Link, Links
 from llm_datadist._engine.paths import STAGED, AddressTable, Found, Path, Rules
 from llm_datadist._engine.staging import Staging
 from llm_datadist._engine.uses import Use, with_use
+from llm_datadist._kernels.records import Record
 from llm_datadist._kernels.runs import Bases, Indices, Plan, Runs, block_runs, chunk_runs, span_runs
 from llm_datadist.backend import BackendError, Failure
 from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
@@ -95,7 +96,8 @@ class Transfers:
         so, do = source_offset or 0, destination_offset or 0
         cache = self._caches.begin(cache_id, use)
         here = cache.geometry
-        check_index("batch_index", batch_index, here.slots, f"the batch slots of cache {cache.id}")
+        if batch_index >= here.slots:
+            check_index("batch_index", batch_index, here.slots, f"the batch slots of cache {cache.id}")
         nbytes = size if size > 0 else here.stride - do
         if nbytes <= 0:
             raise ParamInvalid(f"dst_cache_offset is {do}, allowed are 0 to {here.stride - 1}")
@@ -154,35 +156,36 @@ class Transfers:
         link = self.links.to(cluster_id)
         use.what = key, slot
         deadline_ns = self.links.take(link, use, self._timeout_ms)
-        token = (key, cache.id, layers)
+        # Whoever pulls by cache id or request does it once.
+        token = (key, cache.id, layers) if key.kind in (BLOCKS, PREFIX) else None
         while True:
-            path: Path | None = link.kept.get(token)
+            path: Path | None = None if token is None else link.kept.get(token)
             if path is None:
                 found = paths.find(link, key, slot, deadline_ns)
                 if self._rules.cache_manager:
                     paths.check_form(found, blocks=blocks)
                 path = paths.pull_path(link, found, cache, layers, self._rules, same_form=same_form)
-                if key.kind in (BLOCKS, PREFIX):
+                if token is not None:
                     paths.keep(link, token, path)
-            found, pairing, guard = path
-            plan = Plan(pairing.bases, runs(found))
+            found, bases, route, tensors, guard = path
+            plan = Plan(bases, runs(found))
             try:
-                if pairing.route == STAGED:
+                if route == STAGED:
                     self._staging.read(link, found.record, plan, guard, deadline_ns)
                 elif link.directory.pins_reads and found.record.flags & F_REGISTERED:
-                    move = partial(link.read, plan, guard, deadline_ns, pairing.route)
+                    move = partial(link.read, plan, guard, deadline_ns, route)
                     self._pinned(use, link, found.record, move)
                 else:
-                    link.read(plan, guard, deadline_ns, pairing.route)
+                    link.read(plan, guard, deadline_ns, route)
                 break
             except BackendError as e:
                 link.kept.pop(token, None)
                 self._look_again(link, e, deadline_ns)
         if spend and found.spends is not None and not self._rules.remote_accessible:
-            if len(pairing.source_tensors) == found.record.num_tensors:
+            if len(tensors) == found.record.num_tensors:
                 link.board.spend(found.spends)
             else:
-                link.board.spend_tensors(found.spends, pairing.source_tensors, found.record.num_tensors)
+                link.board.spend_tensors(found.spends, tensors, found.record.num_tensors)
 
     # ------------------------------------------------------------------ pushes
 

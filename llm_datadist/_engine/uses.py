@@ -14,6 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
+from llm_datadist._log import error
+from llm_datadist.status import ParamInvalid
+
 if TYPE_CHECKING:
     from llm_datadist._engine.board import PeerBoard
     from llm_datadist._engine.directory import Key
@@ -25,16 +28,15 @@ __all__ = ["Owner", "Turn", "Use", "with_use"]
 class Use:
     """One running operation; its identity is what the things that it takes record."""
 
-    __slots__ = ("caches", "link", "pin", "until", "what")
+    link: Link | None = None
+    pin: tuple[PeerBoard, int] | None = None
+    #: Where bytes may be on their way to the caches after the operation: says when that is over.
+    until: Callable[[], bool] | None = None
+    #: What is moved, for the text of a failure: a key with a slot, or an address.
+    what: tuple[Key, int] | int = 0
 
     def __init__(self) -> None:
         self.caches: list[int] = []
-        self.link: Link | None = None
-        self.pin: tuple[PeerBoard, int] | None = None
-        #: Where bytes may be on their way to the caches after the operation: says when that is over.
-        self.until: Callable[[], bool] | None = None
-        #: What is moved, for the text of a failure: a key with a slot, or an address.
-        self.what: tuple[Key, int] | int = 0
 
 
 class Owner(Protocol):
@@ -65,6 +67,9 @@ def with_use(
                 operation(self, use, *args, **kwargs)
             except Exception as e:
                 other = self.translated(use, e)
+                if isinstance(other, ParamInvalid):
+                    # As what is refused before an operation begins.
+                    error("%s", str(other))
                 if other is e:
                     raise
                 raise other from e

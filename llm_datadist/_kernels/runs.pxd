@@ -49,6 +49,8 @@ cdef class Bases:
     cdef uint64_t source_top
     cdef uint64_t destination_top
 
+    cdef int allot(self, Py_ssize_t count) except -1
+
 
 cdef class Plan:
     cdef readonly Bases bases

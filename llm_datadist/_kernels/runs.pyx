@@ -61,6 +61,12 @@ cdef int64_t whole(object value, str name, int64_t least) except? -1:
 
 
 cdef uint64_t unsigned(object value, str name) except? 0:
+    cdef int overflow
+    cdef int64_t quick
+    if exact_int(<PyObject *> value):
+        quick = PyLong_AsLongLongAndOverflow(<PyObject *> value, &overflow)
+        if quick >= 0:
+            return quick
     number = PyNumber_Index(value)
     if not 0 <= number <= UINT64_MAX:
         raise ValueError(f"{name} is {shown(number)}; allowed are 0 to 2**64 - 1")
@@ -570,10 +576,7 @@ cdef class Bases:
         cdef tuple destinations = tuple(destination)
         if len(sources) != len(destinations):
             raise ValueError(f"{len(sources)} source addresses do not pair with {len(destinations)} destinations")
-        self.items = <dd_base *> PyMem_Malloc(len(sources) * sizeof(dd_base))
-        if self.items == NULL:
-            raise MemoryError
-        self.count = len(sources)
+        self.allot(len(sources))
         for i in range(self.count):
             self.items[i].source = unsigned(sources[i], "source address")
             self.items[i].destination = unsigned(destinations[i], "destination address")
@@ -582,6 +585,14 @@ cdef class Bases:
 
     def __dealloc__(self):
         PyMem_Free(self.items)
+
+    cdef int allot(self, Py_ssize_t count) except -1:
+        """Make room for so many pairs, whose addresses are whatever was there."""
+        self.items = <dd_base *> PyMem_Realloc(self.items, count * sizeof(dd_base))
+        if self.items == NULL:
+            raise MemoryError
+        self.count = count
+        return 0
 
     def __len__(self):
         return self.count

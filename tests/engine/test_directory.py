@@ -36,10 +36,11 @@ from llm_datadist._engine.directory import (
     Key,
     Layout,
     MappedDirectory,
-    Record,
     Unreadable,
+    record_of,
 )
 from llm_datadist._kernels import words
+from llm_datadist._kernels.records import Record
 
 NBYTES = 1 << 20
 INCARNATION = 77
@@ -62,13 +63,6 @@ def shared() -> Iterator[SharedWindow]:
     made.close()
 
 
-def as_written(record: Record | None) -> Record:
-    """Leave out what a reader adds."""
-    assert record is not None
-    assert record.shape > 0
-    return record._replace(shape=0)
-
-
 class DirectoryModel(RuleBasedStateMachine):
     """Key to what was published under it."""
 
@@ -83,7 +77,7 @@ class DirectoryModel(RuleBasedStateMachine):
     def publish(self, key: Key, tensors: int, slot: int, tags: int) -> None:
         (number,) = self.owner.take_entries(1)
         generation = next(self.generations)
-        record = Record(
+        record = record_of(
             generation,
             key.ident,
             tags % 16,
@@ -152,7 +146,7 @@ class DirectoryModel(RuleBasedStateMachine):
                 continue
             entry, record = self.published[key]
             assert found == entry
-            assert as_written(self.reader.record(found)) == record
+            assert self.reader.record(found) == record
             assert self.reader.word(self.reader.entry_word(found)) == entry.generation
             assert self.reader.word(found.record) == record.generation
 
@@ -189,7 +183,7 @@ def test_longest_free_entries_come_first(shared: SharedWindow) -> None:
 
 def test_arena_runs_out_with_an_error(shared: SharedWindow) -> None:
     owner = Directory(shared.window, INCARNATION)
-    big = Record(2, 1, 0, 1, 2000, 1, 64, ((0, 0),) * 2000, ())
+    big = record_of(2, 1, 0, 1, 2000, 1, 64, ((0, 0),) * 2000, ())
     room = (NBYTES - owner.layout.arena) // ((7 + 4000 + 4) * 8)
     places = [owner.write_record(big) for _ in range(room)]
     with pytest.raises(MemoryError, match="no room"):
@@ -217,7 +211,7 @@ def test_key_of_a_slot(shared: SharedWindow) -> None:
     owner = Directory(shared.window, INCARNATION)
     reader = MappedDirectory(shared.window, INCARNATION)
     (number,) = owner.take_entries(1)
-    record = Record(2, 1, 0, 1, 1, 3, 48, ((0, 0),), ((0, 0), (number + 1, 4)))
+    record = record_of(2, 1, 0, 1, 1, 3, 48, ((0, 0),), ((0, 0), (number + 1, 4)))
     at = owner.write_record(record)
     entry = Entry(number, 4, at, 1, 0, 2)
     owner.publish(number, Key(REQUEST, 10, 0), entry)
@@ -232,13 +226,13 @@ def test_entry_read_before_its_records_room_was_used_again(shared: SharedWindow)
     """A reader that still holds an entry never takes the record that came after for its own."""
     owner = Directory(shared.window, INCARNATION)
     reader = MappedDirectory(shared.window, INCARNATION)
-    former = Record(2, 1, 0, 1, 1, 1, 64, ((0, 0),), ())
+    former = record_of(2, 1, 0, 1, 1, 1, 64, ((0, 0),), ())
     at = owner.write_record(former)
     entry = Entry(0, 4, at, 0, 0, 2)
-    assert as_written(reader.record(entry)) == former
+    assert reader.record(entry) == former
     owner.retire_record(at, 2)
     owner.free_record(at, former)
-    assert owner.write_record(Record(6, 2, 0, 1, 1, 1, 64, ((0, 64),), ())) == at
+    assert owner.write_record(record_of(6, 2, 0, 1, 1, 1, 64, ((0, 64),), ())) == at
     assert reader.record(entry) is None
 
 
@@ -275,7 +269,7 @@ def test_reader_never_sees_a_mixed_record(shared: SharedWindow) -> None:
                 record = reader.record(entry)
                 if record is not None:
                     records += 1
-                    assert as_written(record) == directory_writer.record_of(record.generation, ident)
+                    assert record == directory_writer.record_for(record.generation, ident)
                     assert record.generation == entry.memory_generation
             for ident in range(directory_writer.LASTING):
                 entry = reader.find(Key(REQUEST, 1000 + ident, 1), soon())
@@ -346,7 +340,7 @@ def test_entry_that_points_elsewhere(shared: SharedWindow, offset: int | str) ->
     owner.publish(number, Key(REQUEST, 1, 0), Entry(number, 4, offset, 0, 0, 2))
     with pytest.raises(Unreadable, match=str(offset)):
         reader.find(Key(REQUEST, 1, 0), soon())
-    record = Record(2, 1, 0, 1, 1, 1, 64, ((0, 0),), ((number + 1, 4),))
+    record = record_of(2, 1, 0, 1, 1, 1, 64, ((0, 0),), ((number + 1, 4),))
     with pytest.raises(Unreadable, match=str(offset)):
         reader.entry_of_slot(record, 0)
 
@@ -359,7 +353,7 @@ def test_slot_that_names_no_entry(shared: SharedWindow) -> None:
     for number in (owner.layout.entry_count + 1, 2**40, 2**64 - 1):
         # What lies behind the table would pass for an entry.
         words.write_entry(shared.window.address + at, 4, REQUEST, 1, 0, at, 0, 0, 2)
-        record = Record(2, 1, 0, 1, 1, 1, 64, ((0, 0),), ((number, 4),))
+        record = record_of(2, 1, 0, 1, 1, 1, 64, ((0, 0),), ((number, 4),))
         assert reader.entry_of_slot(record, 0) is None
 
 
@@ -378,7 +372,7 @@ def test_hostile_bytes(data: st.DataObject) -> None:
         targets = [W_EPOCH, W_CAPACITY, W_INCARNATION, W_MAGIC]
         published = []
         for i, number in enumerate(owner.take_entries(4)):
-            record = Record(2 + 8 * i, i, 0, 1, 2, 2, 64, ((0, 0), (0, 64)), ((number + 1, 4 + 8 * i), (0, 0)))
+            record = record_of(2 + 8 * i, i, 0, 1, 2, 2, 64, ((0, 0), (0, 64)), ((number + 1, 4 + 8 * i), (0, 0)))
             at = owner.write_record(record)
             owner.publish(number, Key(REQUEST, i, 0), Entry(number, 4 + 8 * i, at, 0, 0, record.generation))
             published.append(record)

@@ -13,21 +13,24 @@ import sys
 
 from windows import SharedWindow
 
-from llm_datadist._engine.directory import REQUEST, W_EPOCH, Directory, Entry, Key, Record
+from llm_datadist._engine.directory import REQUEST, W_EPOCH, Directory, Entry, Key, record_of
 from llm_datadist._kernels import words
+from llm_datadist._kernels.records import Record
 
 INCARNATION = 77
 CHANGING = 64
 LASTING = 16
 
 
-def record_of(generation: int, ident: int) -> Record:
+def record_for(generation: int, ident: int) -> Record:
     """Make the one record that a generation and a key stand for."""
     tensors = generation % 7 + 1
     slots = generation % 3 + 1
     pairs = tuple((generation * 3 + i, generation * 5 + i) for i in range(tensors))
     keys = tuple((ident + i, generation) for i in range(slots))
-    return Record(generation, ident, generation % 16, 1, tensors, slots, slots * (generation % 1000 + 1), pairs, keys)
+    return record_of(
+        generation, ident, generation % 16, 1, tensors, slots, slots * (generation % 1000 + 1), pairs, keys
+    )
 
 
 def fields_of(generation: int) -> tuple[int, int]:
@@ -43,7 +46,7 @@ def main() -> None:
 
     def publish(ident: int) -> tuple[int, Entry, Record]:
         (number,) = directory.take_entries(1)
-        record = record_of(next(generations), ident)
+        record = record_for(next(generations), ident)
         at = directory.write_record(record)
         generation = next(generations)
         entry = Entry(number, generation, at, *fields_of(generation), record.generation)
