@@ -1,18 +1,18 @@
 """What links cost: the first pull beside later ones, many links, many caches, doing nothing, and the import.
 
-    python benchmarks/links.py                  # all sections
-    python benchmarks/links.py many --short     # one, with few rounds
+python benchmarks/links.py                  # all sections
+python benchmarks/links.py many --short     # one, with few rounds
 """
 
 import contextlib
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
 import time
 
+from lookups import lookup
 from processes import (
     Process,
     address,
@@ -21,16 +21,14 @@ from processes import (
     decoder,
     engine,
     fill,
-    first_word,
     main,
     must_link,
     run_sections,
     tensors_of,
 )
 
-from llm_datadist import BlocksCacheKey, CacheKey, LLMDataDist, LLMRole
+from llm_datadist import BlocksCacheKey, LLMDataDist, LLMRole
 
-NO_REQUEST = 2**64 - 1
 IMPORT = """
 import sys, time
 begin = time.perf_counter()
@@ -151,82 +149,6 @@ def many(short):
                 peer.call(leave)
         rows.append(
             {"round": number, "links": 4 * CROWD, "link_s": seconds, "kib_a_link": linked, "kib_after_pulls": pulled}
-        )
-    return rows
-
-
-# ---------------------------------------------------------------- lookup
-
-PAGE = bytes_desc(1, 1, 4 << 10)
-COUNTS = (10, 100, 1000, 10_000)
-
-
-def lookup_prompt(state, cluster_id, count):
-    """Have so many caches: every second one of blocks, the others with a slot of a request and one of a prefix."""
-    engine(state, LLMRole.PROMPT, cluster_id, address(cluster_id))
-    slots = bytes_desc(1, 2, 4 << 10)
-    state.caches = []
-    for i in range(count):
-        if i % 2:
-            keys = [CacheKey(cluster_id, req_id=i), CacheKey(cluster_id, NO_REQUEST, prefix_id=i)]
-            cache = state.manager.allocate_cache(slots, keys)
-        else:
-            cache = state.manager.allocate_blocks_cache(PAGE, BlocksCacheKey(cluster_id, i))
-        fill(tensors_of(cache), i)
-        state.caches.append(cache)
-
-
-def lookups(state, cluster_id, kind, numbers):
-    """Pull the page of each number by its key; gives the median of seconds."""
-    if not hasattr(state, "page"):
-        state.page = state.manager.allocate_cache(PAGE)
-        state.blocks = state.manager.allocate_blocks_cache(PAGE)
-    into = tensors_of(state.blocks if kind == "blocks" else state.page)[0]
-    seconds = []
-    for number in numbers:
-        if kind == "blocks":
-            key = BlocksCacheKey(cluster_id, number)
-            begin = time.perf_counter()
-            state.manager.pull_blocks(key, state.blocks, [0], [0])
-        else:
-            prefix = kind == "prefix"
-            key = CacheKey(cluster_id, NO_REQUEST, prefix_id=number) if prefix else CacheKey(cluster_id, req_id=number)
-            begin = time.perf_counter()
-            # An offset keeps the key of a request from being released.
-            state.manager.pull_cache(key, state.page, src_cache_offset=0)
-        seconds.append(time.perf_counter() - begin)
-        start = first_word(number, 0) + into.dtype.type(512 if kind == "prefix" else 0)
-        if into[0] != start or into[-1] != start + into.dtype.type(511):
-            raise RuntimeError(f"wrong data by the {kind} key {number}")
-    return statistics.median(seconds)
-
-
-def lookup(short):
-    """a pull of one block of 4 KiB from peers that have 10 to 10 000 caches: of 5 keys again and again, or of any"""
-    rounds, pulls = (5, 200) if short else (25, 400)
-    cases = [(kind, keys, count) for kind in ("blocks", "request", "prefix") for keys in ("5", "any") for count in COUNTS]
-    found = {case: [] for case in cases}
-    with contextlib.ExitStack() as stack:
-        prompts = {count: stack.enter_context(Process()) for count in COUNTS}
-        for i, (count, prompt) in enumerate(prompts.items()):
-            prompt.start(lookup_prompt, i + 1, count)
-        for prompt in prompts.values():
-            prompt.result()
-        one = stack.enter_context(Process())
-        one.call(decoder, range(1, len(COUNTS) + 1))
-        for number in range(rounds):
-            rng = random.Random(number)
-            for kind, keys, count in rng.sample(cases, len(cases)):
-                numbers = range(0 if kind == "blocks" else 1, count, 2)
-                numbers = rng.sample(numbers, 5) if keys == "5" else numbers
-                asked = rng.choices(numbers, k=pulls)
-                found[kind, keys, count].append(one.call(lookups, COUNTS.index(count) + 1, kind, asked))
-    rows = []
-    for (kind, keys, count), seconds in found.items():
-        ratios = [each / ten for each, ten in zip(seconds, found[kind, keys, 10], strict=True)]
-        median_us = statistics.median(seconds) * 1e6
-        rows.append(
-            {"key": kind, "keys": keys, "caches": count, "pull_us": median_us, "to_10": statistics.median(ratios)}
         )
     return rows
 

@@ -172,7 +172,10 @@ def run_sections(sections, short):
         say(f"{name} ...")
         rows = results[name] = section(short)
         print(f"\n{name}: {section.__doc__}")
-        cells = [list(rows[0]), *([f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows)]
+        cells = [
+            list(rows[0]),
+            *([f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows),
+        ]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for line in cells:
             print("  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), flush=True)
