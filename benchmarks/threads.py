@@ -25,6 +25,7 @@ from processes import (
     first_word,
     main,
     run_sections,
+    say,
     tensors_of,
     words_at,
 )
@@ -44,9 +45,10 @@ def memfd(lib, huge, path=None):
     memory = cbuild.Mem(lib, "shm", TENSORS * DESC.size, fd=fd, fill=False)
     if fd is not None:
         os.close(fd)
-    if huge:
-        memory.advise(cbuild.MADV_HUGEPAGE)
     lib.touch(memory.addr, memory.size, 0)
+    if huge:
+        # As far as the kernel finds huge pages; `prepare` counts them.
+        lib.advise(memory.addr, memory.len, cbuild.MADV_COLLAPSE)
     return memory, [words_at(memory.addr + i * DESC.size, DESC.size) for i in range(TENSORS)]
 
 
@@ -65,19 +67,21 @@ def source(state, cluster_id):
 
 
 def prepare(state, paths):
-    """Make for each thread and way of copying a function that copies, and the tensors that it copies into."""
+    """Make for each thread and way a function that copies, and the tensors that it fills; gives the share of huge pages."""
     decoder(state, range(1, THREADS + 1))
     lib = cbuild.load()
     kernels = cbuild.kernels(lib)
     kernel = kernels[next(name for name in ("avx512_nt_list", "avx2_nt_list", "memcpy") if name in kernels)]
     state.ways, state.memory = {"llm_datadist": [pulling(state, i + 1) for i in range(THREADS)]}, []
     for huge in (False, True):
-        ends = []
+        mapped, ends = [], []
         for their in paths:
             (far, theirs), (near, ours) = memfd(lib, huge, their[huge]), memfd(lib, huge)
-            state.memory += [far, near]
+            mapped += [far, near]
             ends.append(copying(lib, kernel, ours, theirs))
+        state.memory += mapped
         state.ways.update({name: ends for name, of in PLAIN.items() if of == huge})
+    return sum(memory.huge_kib() << 10 for memory in mapped) / sum(memory.len for memory in mapped)
 
 
 def pulling(state, cluster_id):
@@ -146,7 +150,7 @@ def four(short):
             prompt.start(source, i + 1)
         paths = [prompt.result() for prompt in prompts]
         one = stack.enter_context(Process())
-        one.call(prepare, paths)
+        say(f"  {one.call(prepare, paths):.0%} of the plain copies' huge pages are huge")
         for way in ways:
             one.call(work, way, 0, 2)
         for number in range(rounds):
