@@ -134,7 +134,7 @@ def pauses(short):
             one.call(owner, settings)
             silent.call(engine, LLMRole.PROMPT, SILENT, address(SILENT))
             silent.halt()
-            for name, runs in other.call(bystand, settings, 2 if short else 7).items():
+            for name, runs in other.call(bystand, settings, 2 if short else 5).items():
                 seconds, beside, asleep, copying = (list(each) for each in zip(*runs, strict=True))
                 row = {"mode": mode, "call": name, "rounds": len(runs), "call_ms": statistics.median(seconds) * 1e3}
                 row.update(call_worst_ms=max(seconds) * 1e3, pause_ms=statistics.median(beside) * 1e3)

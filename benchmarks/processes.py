@@ -14,7 +14,7 @@ import numpy as np
 
 from llm_datadist import CacheDesc, DataType, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole, LLMStatusCode
 
-LIMIT_S = 300
+LIMIT_S = 600
 
 
 class Process:
