@@ -28,7 +28,12 @@ from importlib import metadata
 from pathlib import Path
 
 import cbuild
-import pair
+import lifecycle
+import links
+import operations
+import planning
+import threads
+from processes import setup, table
 
 HERE = Path(__file__).parent
 OURS = "llm_datadist"
@@ -63,8 +68,14 @@ class Run:
         """Run peers.py and give its summary lines; a peer that fails is named and left out."""
         print(f"{title} ...", file=sys.stderr, flush=True)
         command = [sys.executable, str(HERE / "peers.py"), "--no-rows", "--impl", *impls, "--rounds", str(rounds)]
-        command += ["--quiet", str(self.quiet if quiet is None else quiet), "--base", base or impls[0], *map(str, shape)]
-        environment = dict(os.environ, UCX_WARN_UNUSED_ENV_VARS="n", PYTHONWARNINGS="ignore")
+        command += [
+            "--quiet",
+            str(self.quiet if quiet is None else quiet),
+            "--base",
+            base or impls[0],
+            *map(str, shape),
+        ]
+        environment = dict(os.environ, UCX_WARN_UNUSED_ENV_VARS="n", GLOG_minloglevel="2", PYTHONWARNINGS="ignore")
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, env=environment)
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         for line in lines:
@@ -79,8 +90,10 @@ class Run:
 
 
 def short_name(spec):
-    return re.sub(r"@X=1$", " again", spec).replace("@MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=16384", "").replace(
-        "@UCX_TLS=posix,self", ""
+    return (
+        re.sub(r"@X=1$", " again", spec)
+        .replace("@MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=16384", "")
+        .replace("@UCX_TLS=posix,self", "")
     )
 
 
@@ -89,7 +102,7 @@ def wide_table(title, rows, value):
     columns = list(dict.fromkeys(row["title"] for row in rows))
     names = list(dict.fromkeys(row["summary"] for row in rows))
     at = {(row["summary"], row["title"]): row for row in rows}
-    pair.table(
+    table(
         title,
         [
             {"": short_name(name)} | {c: value(at[name, c]) if (name, c) in at else "-" for c in columns}
@@ -100,7 +113,9 @@ def wide_table(title, rows, value):
 
 def speeds(title, rows):
     wide_table(f"{title}: of the limit (median over rounds of the ratio)", rows, lambda row: f"{row.get('vs', 0):.3f}")
-    wide_table(f"{title}: GB/s, lowest to highest round", rows, lambda r: f"{r['GBps']:.1f} ({r['lo']:.1f}-{r['hi']:.1f})")
+    wide_table(
+        f"{title}: GB/s, lowest to highest round", rows, lambda r: f"{r['GBps']:.1f} ({r['lo']:.1f}-{r['hi']:.1f})"
+    )
     for column in dict.fromkeys(row["title"] for row in rows):
         control = next((r for r in rows if r["title"] == column and r["summary"].endswith("@X=1")), None)
         if control and not (control["rounds"] >= 25 and 0.96 <= control["vs"] <= 1.04):
@@ -127,15 +142,21 @@ def fitting(peers, pieces):
 
 
 def kernels(run):
-    import planning
-
     return planning.run(run.short)
 
 
 def pulls(run):
     rows = []
     for title, (nbytes, blocks) in SHAPES.items():
-        impls = [run.limit, run.control(run.limit), OURS, "shm_c", "shm_c=memcpy", "cma=2", *fitting(run.peers, 64 * blocks)]
+        impls = [
+            run.limit,
+            run.control(run.limit),
+            OURS,
+            "shm_c",
+            "shm_c=memcpy",
+            "cma=2",
+            *fitting(run.peers, 64 * blocks),
+        ]
         rows += run.peers_py(title, impls, run.rounds(5, 41), *shape(nbytes, blocks))
     speeds("pulls, 64 tensors, scattered blocks, 512 MiB (rows: 256 MiB)", rows)
     return rows
@@ -158,7 +179,9 @@ def scaling(run):
         impls = [run.limit, run.control(run.limit), OURS, *(fitting(run.peers, 50 * blocks) if blocks < 2000 else ())]
         counts = "--tensors", 50, "--blocks", blocks, "--num-blocks", blocks + max(1, blocks // 100)
         again = "--iters", 20 if blocks <= 200 else 1
-        rows += run.peers_py(f"{50 * blocks}", impls, run.rounds(5, 41 if blocks < 20000 else 25), *counts, "--block-bytes", 4096, *again)
+        rows += run.peers_py(
+            f"{50 * blocks}", impls, run.rounds(5, 41 if blocks < 20000 else 25), *counts, "--block-bytes", 4096, *again
+        )
     speeds("scaling: pieces of 4 KiB, 50 tensors", rows)
     wide_table("scaling: ns a piece", rows, lambda row: f"{row['ms'] * 1e6 / row['pieces']:.0f}")
     small = []
@@ -179,8 +202,6 @@ LATENCY = {
 
 
 def latency(run):
-    import lifecycle
-
     rows = []
     for title, more in LATENCY.items():
         # Only these two answer while the target is stopped or holds the GIL.
@@ -194,30 +215,15 @@ def latency(run):
 
 
 def requests(run):
-    import lifecycle
-
     return lifecycle.run(run.short, ["loop"])["loop"]
 
 
 def pushes(run):
-    import operations
-
     return operations.run(run.short)["operations"]
 
 
-def links(run):
-    import links
-
-    return links.run(run.short)
-
-
-def threads(run):
-    import threads
-
-    return threads.run(run.short)
-
-
-SECTIONS = {f.__name__: f for f in (kernels, pulls, registered, scaling, latency, requests, pushes, links, threads)}
+SECTIONS = {f.__name__: f for f in (kernels, pulls, registered, scaling, latency, requests, pushes)}
+SECTIONS |= {"links": lambda run: links.run(run.short), "threads": lambda run: threads.run(run.short)}
 
 
 def machine():
@@ -248,7 +254,7 @@ def main():
     if unknown := set(wanted) - set(SECTIONS):
         parser.error(f"--only names {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
 
-    pair.setup()
+    setup()
     run = Run(given.short, not given.no_peers)
     folder = HERE / "results"
     folder.mkdir(exist_ok=True)

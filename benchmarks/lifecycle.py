@@ -11,8 +11,12 @@ import gc
 import statistics
 import sys
 import time
+from types import SimpleNamespace
 
-from pair import PORT, Blocks, Loop, Peer, engine, link, quantile, ratio, setup, table, timed
+from loops import Blocks, Loop, quantile, ratio, timed
+from processes import Process, address, ask, become, bytes_desc, decoder, engine, setup, table
+
+from llm_datadist import CacheKey, LLMRole
 
 TENSORS, ROW = 64, 4 << 20
 REQUESTS = 100
@@ -25,15 +29,11 @@ class Prompt:
     """Has the caches that are pulled."""
 
     def __init__(self):
-        from llm_datadist import LLMRole
-
-        self.manager = engine(LLMRole.PROMPT, 1, PORT).kv_cache_manager
+        engine(self, LLMRole.PROMPT, 1, address(1))
 
     def allocate(self, tensors, nbytes, request):
         """Give the seconds it took; the cache is filled then."""
-        from llm_datadist import CacheDesc, CacheKey, DataType
-
-        desc, key = CacheDesc(tensors, [1, nbytes], DataType.DT_UINT8), CacheKey(1, request, 0)
+        desc, key = bytes_desc(tensors, 1, nbytes), CacheKey(1, request, 0)
         began = time.perf_counter()
         self.cache = self.manager.allocate_cache(desc, [key])
         taken = time.perf_counter() - began
@@ -48,22 +48,14 @@ class Prompt:
             self.allocate(2, PIECE, request)
 
 
-def decoder():
-    from llm_datadist import LLMRole
-
-    made = engine(LLMRole.DECODER, 2)
-    link(made, 1, PORT)
-    return made
-
-
 def request_loop(peer, mine, requests):
-    from llm_datadist import CacheDesc, CacheKey, DataType
-
-    manager, loop = mine.kv_cache_manager, Loop()
+    manager, loop = mine.manager, Loop()
     source, destination = (loop.memory(TENSORS, 1, ROW, salt) for salt in (1, 2))
     source.fill()
-    seconds = {name: [] for name in ("loop", "pull", "control", "peer's allocate + deallocate", "allocate + deallocate")}
-    desc = CacheDesc(TENSORS, [1, ROW], DataType.DT_UINT8)
+    seconds = {
+        name: [] for name in ("loop", "pull", "control", "peer's allocate + deallocate", "allocate + deallocate")
+    }
+    desc = bytes_desc(TENSORS, 1, ROW)
 
     def by_loop(name):
         destination.wipe([0])
@@ -72,7 +64,7 @@ def request_loop(peer, mine, requests):
             raise SystemExit("the loop: wrong bytes")
 
     def by_pull(request):
-        theirs = peer.ask("allocate", TENSORS, ROW, request)
+        theirs = peer.call(ask, "allocate", TENSORS, ROW, request)
         began = time.perf_counter()
         cache = manager.allocate_cache(desc)
         taken = time.perf_counter() - began
@@ -83,7 +75,7 @@ def request_loop(peer, mine, requests):
             raise SystemExit(f"request {request}: wrong bytes")
         got.wipe([0])
         seconds["allocate + deallocate"].append(taken + timed(manager.deallocate_cache, cache))
-        seconds["peer's allocate + deallocate"].append(theirs + peer.ask("deallocate"))
+        seconds["peer's allocate + deallocate"].append(theirs + peer.call(ask, "deallocate"))
 
     for request in range(requests):
         steps = [lambda: by_loop("loop"), lambda: by_pull(request), lambda: by_loop("control")]
@@ -108,13 +100,11 @@ def request_loop(peer, mine, requests):
 
 
 def latency(peer, mine, pulls):
-    from llm_datadist import CacheDesc, CacheKey, DataType
-
-    manager = mine.kv_cache_manager
+    manager = mine.manager
     # Into a slot each, so that all can be checked afterwards.
-    cache = manager.allocate_cache(CacheDesc(2, [pulls, PIECE], DataType.DT_UINT8))
+    cache = manager.allocate_cache(bytes_desc(2, pulls, PIECE))
     got = Blocks(cache.per_device_tensor_addrs[0], pulls, PIECE)
-    peer.ask("many", pulls)
+    peer.call(ask, "many", pulls)
     seconds = []
     keys = [CacheKey(1, request, 0) for request in range(pulls)]
     gc.collect()
@@ -145,13 +135,12 @@ def run(short=False, only=None):
     for name, (section, few, many) in SECTIONS.items():
         if only and name not in only:
             continue
-        peer = Peer(Prompt)
-        try:
-            mine = decoder()
+        with Process() as peer:
+            peer.call(become, Prompt)
+            mine = SimpleNamespace()
+            decoder(mine, [1])
             rows[name] = section(peer, mine, few if short else many)
-            mine.finalize()
-        finally:
-            peer.end()
+            mine.dd.finalize()
     return rows
 
 

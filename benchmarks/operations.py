@@ -8,31 +8,44 @@ the very memory that the library uses; those of pushes and pulls use shared memo
 """
 
 import argparse
+import json
 import statistics
 import sys
 
 import cbuild
 import numpy as np
-from pair import PORT, Blocks, Loop, Peer, engine, link, quantile, ratio, setup, table, timed
+from loops import Blocks, Loop, quantile, ratio, timed
+from processes import Process, address, ask, become, bytes_desc, engine, must_link, setup, table
+
+from llm_datadist import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKeyByIdAndIndex,
+    DataType,
+    LayerSynchronizer,
+    LLMRole,
+    LLMStatusCode,
+    Placement,
+    TransferWithCacheKeyConfig,
+)
 
 TENSORS, COUNT, BLOCK = 64, 128, 64 << 10
 PULLED, SLOTS, SLOT = 64, 2, 4 << 20
 PAYLOAD = TENSORS * PULLED * BLOCK
-POOL = 4 << 30
-MODE = {"enable_cache_manager": True, "enable_remote_cache_accessible": True}
+MODE = {
+    "enable_cache_manager": True,
+    "enable_remote_cache_accessible": True,
+    "mem_pool_cfg": json.dumps({"memory_size": 4 << 30}),
+}
 
 
 class Caches:
     """An engine with a paged and a contiguous cache, which peers may write to."""
 
-    def __init__(self, role, cluster, port=None):
-        from llm_datadist import BlocksCacheKey, CacheDesc, DataType
-
-        self.engine = engine(role, cluster, port, POOL, **MODE)
-        self.manager = self.engine.cache_manager
-        self.paged = self.manager.allocate_blocks_cache(
-            CacheDesc(TENSORS, [COUNT, BLOCK], DataType.DT_UINT8), BlocksCacheKey(cluster, 0)
-        )
+    def __init__(self, role, cluster):
+        engine(self, role, cluster, address(cluster), **MODE)
+        self.paged = self.manager.allocate_blocks_cache(bytes_desc(TENSORS, COUNT, BLOCK), BlocksCacheKey(cluster, 0))
         self.slots = self.allocate_slots()
         self.blocks = Blocks(self.paged.tensor_addrs, COUNT, BLOCK, cluster)
         self.rows = Blocks(self.slots.tensor_addrs, SLOTS, SLOT, cluster)
@@ -40,18 +53,14 @@ class Caches:
         self.rows.fill()
 
     def allocate_slots(self):
-        from llm_datadist import CacheDesc, DataType
-
-        return self.manager.allocate_cache(CacheDesc(TENSORS, [SLOTS, SLOT], DataType.DT_UINT8))
+        return self.manager.allocate_cache(bytes_desc(TENSORS, SLOTS, SLOT))
 
 
 class Target(Caches):
     """The peer that is pushed to and pulled from."""
 
     def __init__(self):
-        from llm_datadist import LLMRole
-
-        super().__init__(LLMRole.PROMPT, 1, PORT)
+        super().__init__(LLMRole.PROMPT, 1)
 
     def cache_id(self):
         return self.slots.cache_id
@@ -71,10 +80,10 @@ class Theirs:
         self.peer, self.which = peer, which
 
     def wipe(self, blocks):
-        self.peer.ask("wipe", self.which, blocks)
+        self.peer.call(ask, "wipe", self.which, blocks)
 
     def has(self, blocks, of, source, every_word):
-        return self.peer.ask("has", self.which, blocks, of, source.salt, every_word)
+        return self.peer.call(ask, "has", self.which, blocks, of, source.salt, every_word)
 
 
 class Operation:
@@ -104,20 +113,8 @@ def one_slot(rng):
 
 
 def operations(mine, peer, loop):
-    from llm_datadist import (
-        BlocksCacheKey,
-        CacheDesc,
-        CacheKeyByIdAndIndex,
-        DataType,
-        LayerSynchronizer,
-        LLMStatusCode,
-        Placement,
-        TransferWithCacheKeyConfig,
-    )
-    from llm_datadist import Cache
-
     manager, key = mine.manager, BlocksCacheKey(1, 0)
-    far = peer.ask("cache_id")
+    far = peer.call(ask, "cache_id")
     there_blocks, there_rows = Theirs(peer, "blocks"), Theirs(peer, "rows")
     shared_blocks, shared_rows = loop.memory(TENSORS, COUNT, BLOCK, 9), loop.memory(TENSORS, SLOTS, SLOT, 9)
     source_rows = loop.memory(TENSORS, SLOTS, SLOT, 1)
@@ -186,7 +183,10 @@ def operations(mine, peer, loop):
             halves,
         ),
         "swap_blocks out": Operation(
-            lambda s, d: manager.swap_blocks(mine.paged, host_cache, dict(zip(s, d))), into_host, into_host, random_lists
+            lambda s, d: manager.swap_blocks(mine.paged, host_cache, dict(zip(s, d))),
+            into_host,
+            into_host,
+            random_lists,
         ),
         "swap_blocks in": Operation(
             lambda s, d: manager.swap_blocks(host_cache, mine.paged, dict(zip(s, d))),
@@ -244,23 +244,18 @@ def refresh(source, blocks):
 
 
 def run(short=False, only=None):
-    from llm_datadist import LLMRole
-
     setup()
-    rounds = 7 if short else 41
-    peer = Peer(Target)
-    try:
-        mine = Caches(LLMRole.DECODER, 2, PORT + 1)
-        link(mine.engine, 1, PORT)
+    rows = []
+    with Process() as peer:
+        peer.call(become, Target)
+        mine = Caches(LLMRole.DECODER, 2)
+        must_link(mine.dd, [1])
         loop = Loop()
-        rows = []
         for name, operation in operations(mine, peer, loop).items():
             if not only or name in only:
                 print(f"operations: {name}", file=sys.stderr)
-                rows.append(measured(name, operation, loop, rounds))
-        mine.engine.finalize()
-    finally:
-        peer.end()
+                rows.append(measured(name, operation, loop, 7 if short else 41))
+        mine.dd.finalize()
     table(f"operations, {PAYLOAD >> 20} MiB each, beside {loop.name} with 2 threads", rows)
     return {"operations": rows}
 

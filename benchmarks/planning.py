@@ -11,11 +11,14 @@ import argparse
 import random
 import statistics
 import sys
-import time
 
 import cbuild
 import numpy as np
-from pair import Blocks, Loop, ratio, table, timed
+from loops import Loop, ratio, timed
+from processes import table
+
+from llm_datadist._kernels import hostcopy
+from llm_datadist._kernels.runs import Bases, Plan, block_runs, indices
 
 TENSORS, BLOCK = 50, 4096
 COUNTS = (20, 200, 2000, 20000, 200000, 1000000)
@@ -28,8 +31,6 @@ def resident():
 
 
 def plans(rounds):
-    from llm_datadist._kernels.runs import Bases, Plan, block_runs, indices
-
     rows = []
     bases = Bases(range(0, TENSORS << 40, 1 << 40), range(1 << 39, (TENSORS << 40) + (1 << 39), 1 << 40))
     for count in COUNTS:
@@ -59,9 +60,6 @@ def plans(rounds):
 
 
 def copies(rounds):
-    from llm_datadist._kernels import hostcopy
-    from llm_datadist._kernels.runs import Bases, Plan, block_runs, indices
-
     loop = Loop(threads=1)
     twins = {"avx512": "avx512_nt_list", "avx2": "avx2_nt_list", "plain": "memcpy"}
     found = cbuild.kernels(loop.lib)

@@ -1,4 +1,4 @@
-"""Engines in processes of their own, for links.py and threads.py: calls made there, what they share, and a table of rows."""
+"""Engines in processes of their own: calls made there, what both sides share, and tables of rows."""
 
 import argparse
 import ctypes
@@ -118,6 +118,16 @@ def must_link(dd, cluster_ids):
     return seconds
 
 
+def become(state, make, *arguments):
+    """Keep an object in this process, for `ask`."""
+    state.made = make(*arguments)
+
+
+def ask(state, name, *arguments):
+    """Call a method of what the process has become."""
+    return getattr(state.made, name)(*arguments)
+
+
 def decoder(state, cluster_ids):
     """Be a decoder that is linked to these clusters."""
     engine(state, LLMRole.DECODER, 999)
@@ -163,22 +173,30 @@ def say(text):
     print(text, file=sys.stderr, flush=True)
 
 
-def run_sections(sections, short):
-    """Run functions of `short`, by name; print and give their rows."""
+def setup():
+    """Have the engines of this run, in whatever process, meet no others."""
     os.environ["LLM_DATADIST_BACKEND"] = "simulator"
     os.environ.setdefault("LLM_DATADIST_NAMESPACE", f"bench-{os.getpid()}")
+
+
+def table(title, rows):
+    """Print rows of equal keys."""
+    cells = [list(rows[0]), *([f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    print(f"\n{title}")
+    for line in cells:
+        first, *others = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        print("  " + "  ".join([first.strip().ljust(widths[0]), *others]), flush=True)
+
+
+def run_sections(sections, short):
+    """Run functions of `short`, by name; print and give their rows."""
+    setup()
     results = {}
     for name, section in sections.items():
         say(f"{name} ...")
         rows = results[name] = section(short)
-        print(f"\n{name}: {section.__doc__}")
-        cells = [
-            list(rows[0]),
-            *([f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows),
-        ]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        for line in cells:
-            print("  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), flush=True)
+        table(f"{name}: {section.__doc__}", rows)
     return results
 
 

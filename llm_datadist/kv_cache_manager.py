@@ -286,8 +286,7 @@ class KvCacheManager(Manager):
             self._device_cache("kv_cache", kv_cache)
         int64("size", size)
         batch_index = uint32("batch_index", batch_index)
-        if size != -1:
-            check_size(size)
+        size = check_size(size)
         source_offset = destination_offset = None
         if kwargs:
             source_offset = check_offset("src_cache_offset", kwargs.get("src_cache_offset"))

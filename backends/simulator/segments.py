@@ -62,6 +62,10 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+# Of a page each, so with the GIL kept: a busy thread would not give it back for 5 ms after each.
+_pwrite = ctypes.PyDLL(None, use_errno=True).pwrite
+_pwrite.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_long]
+_pwrite.restype = ctypes.c_ssize_t
 
 
 def round_up(nbytes: int, unit: int = PAGE) -> int:
@@ -150,7 +154,8 @@ class Segment:
         maps it has one page fault for 2 MiB, not 512.
         """
         for offset in range(begin, end, HUGE_PAGE):
-            os.pwrite(self.fd, b"\0", offset)
+            if _pwrite(self.fd, b"\0", 1, offset) != 1:
+                raise _last_error()
         if begin < end:
             # Refused before Linux 6.1 or where memory is in pieces: then small pages do.
             _libc.madvise(self.mapping.address + begin, end - begin, MADV_COLLAPSE)

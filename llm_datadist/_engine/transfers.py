@@ -160,6 +160,7 @@ class Transfers:
         token = (key, cache.id, layers) if key.kind in (BLOCKS, PREFIX) else None
         while True:
             path: Path | None = None if token is None else link.kept.get(token)
+            known = path is not None
             if path is None:
                 found = paths.find(link, key, slot, deadline_ns)
                 if self._rules.cache_manager:
@@ -168,7 +169,14 @@ class Transfers:
                 if token is not None:
                     paths.keep(link, token, path)
             found, bases, route, tensors, guard = path
-            plan = Plan(bases, runs(found))
+            try:
+                plan = Plan(bases, runs(found))
+            except ParamInvalid:
+                if not known:
+                    raise
+                # What does not fit what was there once may fit what is there now, or nothing is there.
+                link.kept.pop(token, None)
+                continue
             try:
                 if route == STAGED:
                     self._staging.read(link, found.record, plan, guard, deadline_ns)

@@ -112,7 +112,8 @@ def test_b25_a_small_pull_from_a_large_cache(linked: tuple[Prompt, Decoder]) -> 
     for request in (0, 1024, 2047):
         decoder.manager.pull_cache(CacheKey(1, request), cache)
         decoder.manager.pull_blocks(KEY, cache, [request], [1])
-    assert resident("RssShmem") - before < 16 << 20
+    # Two tensors six times, each of them on one huge page perhaps; the caches have 256 MiB each.
+    assert resident("RssShmem") - before < 32 << 20
 
 
 def test_b25_very_many_small_blocks(linked: tuple[Prompt, Decoder]) -> None:

@@ -123,6 +123,30 @@ def test_a_cache_found_before_is_looked_up_again(linked: tuple[Prompt, Decoder])
             prompt.manager.deallocate_cache(source)
 
 
+def test_what_was_found_before_refuses_nothing(linked: tuple[Prompt, Decoder]) -> None:
+    """S-37, S-60: arguments are judged by the source that is there, not by the one that a key stood for before."""
+    prompt, decoder = linked
+    key, prefix = BlocksCacheKey(1, 0), CacheKey(1, ABSENT, 0, 5)
+    small, large = bytes_desc(2, 2, 16), bytes_desc(2, 4, 16)
+    cache = decoder.allocate(large, blocks=True)
+    wide = decoder.allocate(bytes_desc(2, 1, 64))
+    for of, more in ((small, {}), (large, {"src_cache_offset": 32})):
+        paged = prompt.allocate_blocks(of, key)
+        plain = prompt.allocate(bytes_desc(2, 1, of.size), [prefix])
+        block = of.shape[0] - 1
+        decoder.manager.pull_blocks(key, cache, [block], [block])
+        decoder.manager.pull_cache(prefix, wide, size=of.size - more.get("src_cache_offset", 0), **more)
+        decoder.check(cache, {t: [(block * 16, prompt.expected(of, t)[block * 16 :])] for t in range(2)})
+        decoder.prefill(cache)
+        prompt.manager.deallocate_cache(paged)
+        prompt.manager.remove_cache_key(prefix)
+        prompt.manager.deallocate_cache(plain)
+    with refuses(NOT_EXIST):
+        decoder.manager.pull_blocks(key, cache, [7], [0])
+    with refuses(NOT_EXIST):
+        decoder.manager.pull_cache(prefix, wide, size=64, src_cache_offset=60)
+
+
 def test_the_first_fault_is_named(linked: tuple[Prompt, Decoder]) -> None:
     """S-40: arguments, local cache, local parameters, link, remote cache, remote parameters."""
     prompt, decoder = linked
