@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 from array import array
 from collections import Counter
@@ -17,6 +18,8 @@ from llm_datadist.backends.host.intervals import Intervals
 
 __all__ = ["HostMemory", "failure_of", "maps"]
 
+#: Begin, end and the first two permissions of a line of /proc/self/maps.
+_MAPPING: Final = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (..)", re.MULTILINE)
 _FAILURES: Final = {
     errno.EFAULT: Failure.INVALID,
     errno.ESRCH: Failure.PEER_GONE,
@@ -98,24 +101,18 @@ def failure_of(error: OSError) -> BackendError:
 def _is_memory(plan: Plan) -> bool:
     """Look whether a plan's addresses are memory now: nobody says when memory goes that was never registered."""
     _, usable = maps()
-    runs = plan.runs
-    return not any(
-        usable.gaps(source, source + runs.source_end) or usable.gaps(destination, destination + runs.destination_end)
-        for source, destination in plan.bases.tolist()
-    )
+    sources, destinations = zip(*plan.bases.tolist(), strict=True)
+    for bases, nbytes in ((sources, plan.runs.source_end), (destinations, plan.runs.destination_end)):
+        # Mostly the tensors of a cache lie in one mapping.
+        if usable.gaps(min(bases), max(bases) + nbytes) and any(usable.gaps(base, base + nbytes) for base in bases):
+            return False
+    return True
 
 
 def maps() -> tuple[Intervals, Intervals]:
     """Give what is mapped in this process, and what of it can be read and written."""
-    mapped: list[tuple[int, int]] = []
-    usable: list[tuple[int, int]] = []
     # The kernel lists in rising order. With hundreds of mappings the two sets would be slow to grow one by one.
-    with open("/proc/self/maps", "rb") as lines:
-        for line in lines:
-            begin, _, rest = line.partition(b"-")
-            end, _, permissions = rest.partition(b" ")
-            span = int(begin, 16), int(end, 16)
-            mapped.append(span)
-            if permissions.startswith(b"rw"):
-                usable.append(span)
-    return Intervals(mapped), Intervals(usable)
+    with open("/proc/self/maps", "rb", buffering=0) as file:
+        found = _MAPPING.findall(file.readall())
+    spans = [(int(begin, 16), int(end, 16)) for begin, end, _ in found]
+    return Intervals(spans), Intervals(span for span, (_, _, how) in zip(spans, found, strict=True) if how == b"rw")
