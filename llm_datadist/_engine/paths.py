@@ -7,7 +7,7 @@ peer published is trusted further than its own memory.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -26,10 +26,10 @@ from llm_datadist._engine.directory import (
     Key,
     Unreadable,
 )
-from llm_datadist._engine.layout import Layers, pair_tensors, select
+from llm_datadist._engine.layout import Layers, pair_tensors, select, select_tensors
 from llm_datadist._engine.links import Link
 from llm_datadist._kernels.records import Record
-from llm_datadist._kernels.runs import Bases
+from llm_datadist._kernels.runs import Bases, Plan, Runs
 from llm_datadist.backend import BackendError, Failure, MemoryKind, Place
 from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalid
 
@@ -49,8 +49,8 @@ __all__ = [
 
 #: The route to memory that no endpoint reaches: by staging. Bases count bytes from the cache's first tensor on.
 STAGED = -1
-#: What is remembered with one link; far above what a serving process uses. Each takes less than 1 KiB.
-KEPT = 16384
+#: What is remembered with one link: above what a serving process uses, and some 10 MiB at most.
+KEPT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,11 @@ class Path(NamedTuple):
     """One source and one destination, checked against each other."""
 
     found: Found
-    #: Tensors of both, paired.
+    #: Tensors of source and destination, paired.
     bases: Bases
     route: int
     #: Which tensors of the source take part.
-    source_tensors: range
+    tensors: range
     #: For `Link.read` and `Link.write`.
     guard: Any
 
@@ -201,6 +201,34 @@ def pull_path(link: Link, found: Found, cache: Cache, layers: Layers, rules: Rul
         remote, route = remote_bases(link, record, source)
         paired = Bases(remote, [addresses[i] for addresses in cache.addresses for i in destination]), route
     return Path(found, *paired, source, found.guard(link))
+
+
+def plan_again(path: Path, runs: Callable[[Found], Runs]) -> Plan | None:
+    """Plan over a path that was kept; None when arguments don't fit it, as what is there now may be another cache."""
+    try:
+        return Plan(path.bases, runs(path.found))
+    except ParamInvalid:
+        return None
+
+
+def push_path(
+    link: Link, found: Found, slot: int, cache: Cache, source: range, first_destination: int, per_layer: int
+) -> Path:
+    """Pair tensors of a local source with those of a slot of a target, as far as it has whole layers of them."""
+    record = found.record
+    room = max(0, record.num_tensors - first_destination)
+    present = source[: room // per_layer * per_layer]
+    if not present:
+        refuse_lacking(record, first_destination, per_layer)
+    remote, route = remote_bases(link, record, range(first_destination, first_destination + len(present)))
+    local = [addresses[i] for addresses in cache.addresses for i in present]
+    bases = Bases(local, [base + slot * record.stride for base in remote])
+    return Path(found, bases, route, present, found.guard(link))
+
+
+def refuse_lacking(record: Record, tensor: int, per_layer: int) -> None:
+    """Refuse the layer that begins with a tensor which the target lacks."""
+    select_tensors("destination", range(tensor, tensor + per_layer), record.num_tensors)
 
 
 def _pair_in_one_region(

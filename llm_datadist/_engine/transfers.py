@@ -160,23 +160,16 @@ class Transfers:
         token = (key, cache.id, layers) if key.kind in (BLOCKS, PREFIX) else None
         while True:
             path: Path | None = None if token is None else link.kept.get(token)
-            known = path is not None
-            if path is None:
+            plan = None if path is None else paths.plan_again(path, runs)
+            if path is None or plan is None:
                 found = paths.find(link, key, slot, deadline_ns)
                 if self._rules.cache_manager:
                     paths.check_form(found, blocks=blocks)
                 path = paths.pull_path(link, found, cache, layers, self._rules, same_form=same_form)
                 if token is not None:
                     paths.keep(link, token, path)
-            found, bases, route, tensors, guard = path
-            try:
-                plan = Plan(bases, runs(found))
-            except ParamInvalid:
-                if not known:
-                    raise
-                # What does not fit what was there once may fit what is there now, or nothing is there.
-                link.kept.pop(token, None)
-                continue
+                plan = Plan(path.bases, runs(found))
+            found, _, route, tensors, guard = path
             try:
                 if route == STAGED:
                     self._staging.read(link, found.record, plan, guard, deadline_ns)
@@ -306,29 +299,32 @@ class Transfers:
         link = self.links.to(cluster_id)
         use.what = key, slot
         deadline_ns = self.links.take(link, use, self._timeout_ms)
+
+        def planned(found: Found) -> Runs:
+            return runs(found, found.record.tensor_bytes - slot * found.record.stride)
+
+        token = (key, slot, cache.id, source, first_destination, per_layer, blocks)
         while True:
-            found = paths.find(link, key, 0, deadline_ns)
-            record = found.record
-            if blocks is not None:
-                paths.check_form(found, blocks=blocks)
-            check_index("batch_index of the key", slot, record.slots, "the batch slots of the peer's cache")
-            paths.check_access(self._rules, cache, record, pull=False, same_form=True)
-            room = max(0, record.num_tensors - first_destination)
-            present = source[: room // per_layer * per_layer]
-            lacking = first_destination + len(present)
-            if not present:
-                select_tensors("destination", range(lacking, lacking + per_layer), record.num_tensors)
-            remote, route = paths.remote_bases(link, record, range(first_destination, lacking))
-            local = [addresses[i] for addresses in cache.addresses for i in present]
-            at = slot * record.stride
-            plan = Plan(Bases(local, [base + at for base in remote]), runs(found, record.tensor_bytes - at))
+            path: Path | None = link.kept.get(token)
+            plan = None if path is None else paths.plan_again(path, planned)
+            if path is None or plan is None:
+                found = paths.find(link, key, 0, deadline_ns)
+                if blocks is not None:
+                    paths.check_form(found, blocks=blocks)
+                check_index("batch_index of the key", slot, found.record.slots, "the batch slots of the peer's cache")
+                paths.check_access(self._rules, cache, found.record, pull=False, same_form=True)
+                path = paths.push_path(link, found, slot, cache, source, first_destination, per_layer)
+                paths.keep(link, token, path)
+                plan = Plan(path.bases, planned(found))
+            found, _, route, present, guard = path
             try:
-                self._write_plan(use, link, record, plan, found.guard(link), deadline_ns, route)
+                self._write_plan(use, link, found.record, plan, guard, deadline_ns, route)
                 break
             except BackendError as e:
+                link.kept.pop(token, None)
                 self._look_again(link, e, deadline_ns)
         if len(present) < len(source):
-            select_tensors("destination", range(lacking, lacking + per_layer), record.num_tensors)
+            paths.refuse_lacking(found.record, first_destination + len(present), per_layer)
 
     @with_use
     def write_addresses(

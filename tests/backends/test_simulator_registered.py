@@ -343,6 +343,14 @@ def test_ordered_copy_reads_what_it_wrote(pool: tuple[SimulatorBackend, Region])
     assert ctypes.string_at(region.address + 100, PATTERN.nbytes) == PATTERN.tobytes()
 
 
+@pytest.fixture(params=["asked", "listed"])
+def mappings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have mappings asked for one by one, as since Linux 6.11, or their list read, as before."""
+    if request.param == "listed":
+        monkeypatch.setattr(memory, "PROCMAP_QUERY", 0)
+
+
+@pytest.mark.usefixtures("mappings")
 @pytest.mark.parametrize("ordered", [False, True])
 def test_s211_local_copy_of_an_address_without_memory_fails(
     pool: tuple[SimulatorBackend, Region], hole: int, ordered: bool
@@ -357,6 +365,7 @@ def test_s211_local_copy_of_an_address_without_memory_fails(
             raises(Failure.INVALID, f"{what} {bad:#x} of this process", backend.copy, plan, ordered=ordered)
 
 
+@pytest.mark.usefixtures("mappings")
 def test_only_memory_that_is_registered_needs_no_look(
     pool: tuple[SimulatorBackend, Region], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,7 +373,9 @@ def test_only_memory_that_is_registered_needs_no_look(
     backend, region = pool
     here = np.zeros(1000, np.uint8)
     [registered] = backend.register(0, [here.ctypes.data], 1000, MemoryKind.HOST)
-    looks = count_looks(monkeypatch)
+    looks: list[bool] = []
+    is_memory = memory._is_memory
+    monkeypatch.setattr(memory, "_is_memory", lambda plan: looks.append(is_memory(plan)) or looks[-1])
     monkeypatch.setattr(process, "transfer", None)
     backend.copy(one(region.address, region.address + 5000, 1000), ordered=False)
     backend.copy(one(region.address, here.ctypes.data + 100, 900), ordered=False)
@@ -372,9 +383,28 @@ def test_only_memory_that_is_registered_needs_no_look(
     backend.unregister([(registered, here.ctypes.data)], 1000)
     for _ in range(2):
         backend.copy(one(region.address, here.ctypes.data, 1000), ordered=False)
-    assert len(looks) == 2
+    assert looks == [True, True]
 
 
+@pytest.mark.usefixtures("mappings")
+def test_copies_over_several_mappings_and_into_none(pool: tuple[SimulatorBackend, Region]) -> None:
+    """Neighbouring mappings are one range; a part that can't be written is none, wherever it lies."""
+    backend, region = pool
+    with mmap.mmap(-1, 6 * PAGE) as mapped:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        libc = ctypes.CDLL(None)
+        # Other permissions make mappings of their own.
+        assert libc.mprotect(ctypes.c_void_p(address + 2 * PAGE), PAGE, 7) == 0
+        assert libc.mprotect(ctypes.c_void_p(address + 5 * PAGE), PAGE, mmap.PROT_READ) == 0
+        backend.copy(one(address, region.address, 5 * PAGE), ordered=False)
+        backend.copy(one(region.address, address + 7, 5 * PAGE - 7), ordered=False)
+        for begin, nbytes in ((0, 6 * PAGE), (5 * PAGE, 1), (3 * PAGE, 2 * PAGE + 1)):
+            plan = one(region.address, address + begin, nbytes)
+            raises(Failure.INVALID, "writing", backend.copy, plan, ordered=False)
+        gc.collect()
+
+
+@pytest.mark.usefixtures("mappings")
 def test_memory_that_went_after_a_copy_is_an_error(pool: tuple[SimulatorBackend, Region]) -> None:
     """What was memory once is not believed to be for ever."""
     backend, region = pool

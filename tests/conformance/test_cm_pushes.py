@@ -125,6 +125,25 @@ def test_s102_the_destination_layer_must_exist(scene: Scene) -> None:
     scene.check_unharmed()
 
 
+def test_what_was_found_before_refuses_nothing(remote_cm: tuple[End, End]) -> None:
+    """S-100: arguments are judged by the target that is there, not by the one that a key stood for before."""
+    there, here = remote_cm
+    sources = here.allocate(desc(4, 8, 32), salt=1, blocks=True)
+    here.link(there)
+    for tensors, blocks in ((2, 4), (4, 8), (2, 4)):
+        of = desc(tensors, blocks, 32)
+        target = there.allocate(of, BlocksCacheKey(1), blocks=True)
+        layers = range(tensors // 2)
+        here.manager.push_blocks(BlocksCacheKey(1), sources, [7], [blocks - 1], layers, layers)
+        data = [here.expected(desc(4, 8, 32), t, 1)[7 * 32 :] for t in range(tensors)]
+        there.check(target, of, {t: [((blocks - 1) * 32, data[t])] for t in range(tensors)})
+        with refuses(PARAM_INVALID, blocks):
+            here.manager.push_blocks(BlocksCacheKey(1), sources, [7], [blocks], layers, layers)
+        there.manager.deallocate_blocks_cache(target)
+    with refuses(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        here.manager.push_blocks(BlocksCacheKey(1), sources, [7], [0], range(1), range(1))
+
+
 def test_s104_room_at_the_destination(scene: Scene) -> None:
     """S-104, E-259: a source slot must fit into the destination's, blocks must be equal."""
     there, here = scene.there, scene.here
