@@ -19,11 +19,12 @@ from typing import Any
 
 from llm_datadist._engine.caches import Caches
 from llm_datadist._engine.control import remaining
-from llm_datadist._engine.directory import Record, Unreadable
+from llm_datadist._engine.directory import Unreadable
 from llm_datadist._engine.links import Link, Links
 from llm_datadist._engine.space import Space
 from llm_datadist._engine.uses import Use
 from llm_datadist._engine.wire import Frame, Kind, Malformed
+from llm_datadist._kernels.records import Record
 from llm_datadist._kernels.runs import Bases, Plan, span_runs
 from llm_datadist.backend import Backend, BackendError, Failure, Place, Region
 
