@@ -44,7 +44,7 @@ class Record:
     @property
     def keys(self) -> tuple[tuple[int, int], ...]:
         """(entry number + 1, binding generation) of each slot that was given a key; (0, 0) for a slot without."""
-    def __eq__(self, other: object) -> bool: ...
+    def __eq__(self, value: object, /) -> bool: ...
     __hash__: ClassVar[None]  # type: ignore[assignment]
     def key_of_slot(self, slot: int) -> tuple[int, int]:
         """One element of `keys`; (0, 0) for a slot behind them."""
