@@ -2,7 +2,7 @@
 #   make demo    two processes hand over a KV cache          make lint    style of the source
 #   make test    the tests                                   make types   strict typing of the installed wheel
 #   make wheel   build, install elsewhere, pull once         make docs    the documentation, warnings are errors
-#   make bench   speed beside the machine's limit            make clean   remove everything made here
+#   make bench   speed, beside the machine and other libraries   make clean   remove everything made here
 #   make test-aarch64   the tests of the kernels on an emulated aarch64
 #   make test-acl   the conformance suite on the acl backend, with a fake driver or with TEST_DEVICES=0,1 of this machine
 #   make test-acl-asan   the same with the fake and the kernels under the address sanitizer
@@ -53,8 +53,10 @@ types: .cache/types/made
 	cd .cache/types/empty && ../bin/stubtest --mypy-config-file $(CURDIR)/pyproject.toml --ignore-missing-stub --ignore-disjoint-bases \
 		$(patsubst llm_datadist/_kernels/%.pyi,llm_datadist._kernels.%,$(wildcard llm_datadist/_kernels/*.pyi))
 
+# BENCH= for the long form (an hour), BENCH="--only links" for a part. Other libraries take part where .venv has them.
+BENCH ?= --short
 bench: $(VENV)/built
-	$(BIN)/python benchmarks/pulls.py --short
+	$(BIN)/python benchmarks/bench.py $(BENCH)
 
 bench-check: $(VENV)/built
 	$(BIN)/python benchmarks/instructions.py

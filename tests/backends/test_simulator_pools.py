@@ -62,6 +62,51 @@ def test_commit_backs_only_what_is_missing(make_backend: MakeBackend, monkeypatc
     assert calls == [(0, PAGE), (2 * PAGE, PAGE), (4 * PAGE, PAGE)]
 
 
+@pytest.mark.parametrize(
+    ("begin", "end"), [(0, 4 * MIB), (3 * MIB, 9 * MIB), (2 * MIB + 512, 4 * MIB), (PAGE, 8 * MIB + 1)]
+)
+def test_memory_is_there_and_zero_on_pages_of_any_size(make_backend: MakeBackend, begin: int, end: int) -> None:
+    """What is backed is what was asked for, to the page, whether the kernel has huge pages for it or not."""
+    backend = make_backend()
+    region = reserve(backend)
+    backend.commit(region, begin, end - begin)
+    pages = -(-end // PAGE) - begin // PAGE
+    assert backed(backend) == pages * PAGE
+    assert not any(ctypes.string_at(region.address + begin, end - begin))
+    ctypes.memset(region.address + begin, 0x5A, end - begin)
+    backend.commit(region, end, 4 * MIB)
+    assert ctypes.string_at(region.address + begin, end - begin) == b"\x5a" * (end - begin)
+    assert not any(ctypes.string_at(region.address + end, 4 * MIB))
+
+
+@pytest.mark.parametrize("step", ["_pwrite", "posix_fallocate"])
+def test_backing_that_fails_half_way_leaves_a_hole(
+    make_backend: MakeBackend, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    backend = make_backend()
+    region = reserve(backend)
+    backend.commit(region, 0, PAGE)
+    calls = []
+
+    def fail(*arguments: Any) -> int:
+        calls.append(arguments)
+        if step == "posix_fallocate":
+            raise OSError(28, "no space")
+        ctypes.set_errno(28)
+        return segments_pwrite(*arguments) if len(calls) < 3 else -1
+
+    segments_pwrite = segments._pwrite
+    with monkeypatch.context() as patch:
+        patch.setattr(segments if step == "_pwrite" else os, step, fail)
+        with pytest.raises(BackendError) as caught:
+            backend.commit(region, PAGE, 16 * MIB)
+    assert caught.value.kind is Failure.OUT_OF_MEMORY
+    assert calls
+    assert backed(backend) == PAGE
+    backend.commit(region, PAGE, 16 * MIB)
+    assert not any(ctypes.string_at(region.address + PAGE, 16 * MIB))
+
+
 def test_steady_request_loop_asks_the_kernel_for_nothing(
     make_backend: MakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
