@@ -251,12 +251,15 @@ def run(short=False, only=None):
         mine = Caches(LLMRole.DECODER, 2)
         must_link(mine.dd, [1])
         loop = Loop()
-        for name, operation in operations(mine, peer, loop).items():
+        known = operations(mine, peer, loop)
+        if unknown := set(only or ()) - set(known):
+            raise SystemExit(f"--only names {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        for name, operation in known.items():
             if not only or name in only:
                 print(f"operations: {name}", file=sys.stderr)
                 rows.append(measured(name, operation, loop, 7 if short else 41))
         mine.dd.finalize()
-    table(f"operations, {PAYLOAD >> 20} MiB each, beside {loop.name} with 2 threads", rows)
+    table(f"operations, {PAYLOAD >> 20} MiB each; of_loop: speed beside {loop.name} with 2 threads, 1 is as fast", rows)
     return {"operations": rows}
 
 

@@ -1,6 +1,7 @@
 """Tell in one line when the package was never built or installed."""
 
 import importlib
+import os.path
 
 __all__ = ["require_built"]
 
@@ -8,6 +9,7 @@ _PARTS = (
     "llm_datadist.backends",
     "llm_datadist._kernels.hostcopy",
     "llm_datadist._kernels.process",
+    "llm_datadist._kernels.records",
     "llm_datadist._kernels.runs",
     "llm_datadist._kernels.words",
 )
@@ -22,7 +24,10 @@ def require_built() -> None:
         One of them is missing, as in a source tree that was only unpacked; says what to do.
     """
     for name in _PARTS:
-        remedy = f"{name} is not installed or not built: run 'pip install -e .' in the source tree"
+        remedy = (
+            f"{name} is not installed or not built in {os.path.dirname(__file__)}: run 'pip install -e .' there, or, if "
+            "the package is installed elsewhere, start Python in another folder"
+        )
         try:
             part = importlib.import_module(name)
         except ImportError as error:

@@ -5,6 +5,7 @@ The pipe stands for whatever a serving system tells its processes: which request
 
 import ctypes
 import multiprocessing
+import os
 
 import numpy as np
 
@@ -48,6 +49,8 @@ def array(address, shape, dtype=np.float16):
 
 def run(prompt, decoder):
     """Run both sides, each in a process of its own, and end with an error if one of them fails."""
+    # Addresses are names in a namespace: this run meets no other engine of this host.
+    os.environ.setdefault("LLM_DATADIST_NAMESPACE", f"example-{os.getpid()}")
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     sides = [context.Process(target=prompt, args=(here,)), context.Process(target=decoder, args=(there,))]
@@ -61,4 +64,4 @@ def run(prompt, decoder):
         side.kill()
         side.join()
     if any(side.exitcode for side in sides):
-        raise SystemExit("a side of the example has failed")
+        raise SystemExit("a side of the example has failed; the first traceback above says why")

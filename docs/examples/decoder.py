@@ -2,17 +2,30 @@
 
 import ctypes
 
-from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheKey,
+    DataType,
+    LLMClusterInfo,
+    LLMConfig,
+    LLMDataDist,
+    LLMRole,
+    LLMStatusCode,
+)
 
 config = LLMConfig()
 config.device_id = 0
-decoder = LLMDataDist(LLMRole.DECODER, 2)
+decoder = LLMDataDist(LLMRole.DECODER, 2)  # 2: the cluster id, another for each process
 decoder.init(config.generate_options())
 peer = LLMClusterInfo()
 peer.remote_cluster_id = 1
-peer.append_local_ip_info("192.168.1.2", 26000)
+peer.append_local_ip_info("192.168.1.2", 26000)  # the API wants one; nothing listens there
 peer.append_remote_ip_info("192.168.1.1", 26000)
-print(*decoder.link_clusters([peer], timeout=5000))
+status, each = decoder.link_clusters([peer], timeout=5000)
+print(status, each)
+if status != LLMStatusCode.LLM_SUCCESS:
+    raise SystemExit("not linked; the log says why")
 manager = decoder.kv_cache_manager
 
 contiguous = manager.allocate_cache(CacheDesc(4, [1, 1024], DataType.DT_FLOAT16))

@@ -7,7 +7,7 @@ from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMConfi
 config = LLMConfig()
 config.device_id = 0
 config.listen_ip_info = "192.168.1.1:26000"
-prompt = LLMDataDist(LLMRole.PROMPT, 1)
+prompt = LLMDataDist(LLMRole.PROMPT, 1)  # 1: the cluster id, by which the decoder names it
 prompt.init(config.generate_options())
 manager = prompt.kv_cache_manager
 

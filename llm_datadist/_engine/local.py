@@ -40,7 +40,12 @@ class Local(Carrier):
             sock.setblocking(False)
         except OSError as e:
             sock.close()
-            holder = "another engine or process of this user holds it" if e.errno == errno.EADDRINUSE else e.strerror
+            holder = e.strerror
+            if e.errno == errno.EADDRINUSE:
+                holder = (
+                    "another engine or process of this user holds it; to run beside it, set LLM_DATADIST_NAMESPACE "
+                    f"(now {self._namespace!r}) to another name for both sides"
+                )
             raise OSError(e.errno, f"cannot listen at {address}: {holder}") from e
         return sock
 
