@@ -25,8 +25,8 @@ def require_built() -> None:
     """
     for name in _PARTS:
         remedy = (
-            f"{name} is not installed or not built in {os.path.dirname(__file__)}: run 'pip install -e .' there, or, if "
-            "the package is installed elsewhere, start Python in another folder"
+            f"{name} is not installed or not built in {os.path.dirname(__file__)}: run 'pip install -e .' there, "
+            "or, if the package is installed elsewhere, start Python in another folder"
         )
         try:
             part = importlib.import_module(name)

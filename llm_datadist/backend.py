@@ -180,6 +180,9 @@ class Endpoint(ABC):
     def locate(self, region: int, offset: int, nbytes: int) -> Place:
         """Say where a range in a peer's region is for a `Plan`, and which way leads there.
 
+        Byte x of the range is at ``base + x``, for all of it. It may span several tensors and what lies between them;
+        what is refused is asked for tensor by tensor.
+
         Raises
         ------
         BackendError

@@ -445,7 +445,7 @@ class CacheManager(Manager):
         if verbose:
             info("pull_cache %s into %s, slot %d, size %d, %s", cache_key, cache, batch_index, size, kwargs)
         self._engine.transfers.pull_slot(
-            cache_key.cluster_id,
+            cache_key._cluster_id,
             key,
             slot,
             self._own_id("cache", cache),
@@ -514,7 +514,7 @@ class CacheManager(Manager):
         cache_id = self._own_id("dst_cache", dst_cache)
         if isinstance(src_cache_key, BlocksCacheKey):
             self._engine.transfers.pull_blocks(
-                src_cache_key.cluster_id,
+                src_cache_key._cluster_id,
                 self._blocks_key(src_cache_key),
                 cache_id,
                 source,
@@ -524,7 +524,7 @@ class CacheManager(Manager):
         else:
             key, slot = self._pulled_key(src_cache_key)
             self._engine.transfers.pull_slot_into_blocks(
-                src_cache_key.cluster_id,
+                src_cache_key._cluster_id,
                 key,
                 slot,
                 cache_id,

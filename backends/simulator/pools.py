@@ -146,11 +146,14 @@ class Pools:
         gaps = pool.backed.gaps(first, last)
         missing = sum(end - begin for begin, end in gaps)
         for gap_begin, gap_end in gaps:
-            for begin in range(gap_begin, gap_end, PIECE_PAGES):
-                end = min(begin + PIECE_PAGES, gap_end)
+            begin = gap_begin
+            while begin < gap_end:
+                # Up to a multiple, so that no huge page is cut in two.
+                end = min(begin - begin % PIECE_PAGES + PIECE_PAGES, gap_end)
                 self._make_room(missing * PAGE)
                 self._allocate(pool, begin, end)
                 missing -= end - begin
+                begin = end
 
     def _make_room(self, wanted: int) -> None:
         if self._room().nbytes < wanted:

@@ -62,7 +62,8 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
-# Of a page each, so with the GIL kept: a busy thread would not give it back for 5 ms after each.
+# Of a page each (of a huge one where all shared memory has them), so with the GIL kept: a busy thread would not give it
+# back for 5 ms after each.
 _pwrite = ctypes.PyDLL(None, use_errno=True).pwrite
 _pwrite.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_long]
 _pwrite.restype = ctypes.c_ssize_t
@@ -140,11 +141,11 @@ class Segment:
         try:
             self._collapse(round_up(offset, HUGE_PAGE), (offset + nbytes) // HUGE_PAGE * HUGE_PAGE)
             os.posix_fallocate(self.fd, offset, nbytes)
+            # This only spares the first user the page faults. Before Linux 5.14 they are not spared.
+            _libc.madvise(self.mapping.address + offset, nbytes, MADV_POPULATE_WRITE)
         except BaseException:
             self.punch(offset, nbytes)
             raise
-        # The memory is there; this only spares its first user the page faults. Before Linux 5.14 they are not spared.
-        _libc.madvise(self.mapping.address + offset, nbytes, MADV_POPULATE_WRITE)
 
     def _collapse(self, begin: int, end: int) -> None:
         """Back huge pages, as far as the kernel has them.

@@ -167,7 +167,7 @@ class Directory:
     @staticmethod
     def holds(tensors: int, keys: int) -> bool:
         """Say whether a cache of so many tensors, on all devices, can be recorded at all."""
-        return (7 + 2 * tensors + 2 * keys + 4) * 8 <= LARGEST_RECORD
+        return (7 + 2 * tensors + 2 * keys) * 8 + FRAME_BYTES <= LARGEST_RECORD
 
     def take_entries(self, count: int) -> list[int]:
         """Reserve entry numbers, those longest free first, so that late writes of peers meet no new owner soon."""

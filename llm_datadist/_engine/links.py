@@ -801,11 +801,11 @@ class Links:
         finally:
             self.give_back(use)
 
-    def take(self, link: Link, use: Use, timeout_ms: int) -> int:
+    def take(self, link: Link, use: Use, timeout_ms: int, parts: int = 1) -> int:
         """Take a link for one operation, and give the operation's deadline; `give_back` must follow.
 
         In KvCacheManager mode another operation on it is LINK_BUSY; in CacheManager mode it is waited for, as long as
-        an operation may take, and the operation's own time begins after that.
+        an operation may take, and the operation's own time begins after that: the timeout for each of its ``parts``.
         """
         use.link = link
         limit_ns = timeout_ms * 1_000_000
@@ -818,7 +818,7 @@ class Links:
             )
         if link.state is not READY:
             raise self.not_linked(link.cluster_id, link)
-        link.deadline_ns = deadline_ns = time.monotonic_ns() + limit_ns
+        link.deadline_ns = deadline_ns = time.monotonic_ns() + limit_ns * parts
         return deadline_ns
 
     def _wait_for(self, link: Link, use: Use, limit_ns: int) -> bool:

@@ -40,17 +40,25 @@ __all__ = [
     "Path",
     "Rules",
     "absent",
+    "check_access",
+    "check_form",
     "describe",
     "find",
     "keep",
+    "plan_again",
     "pull_path",
+    "push_path",
+    "refuse_lacking",
     "require_epoch",
 ]
 
 #: The route to memory that no endpoint reaches: by staging. Bases count bytes from the cache's first tensor on.
 STAGED = -1
-#: What is remembered with one link: above what a serving process uses, and some 10 MiB at most.
-KEPT = 4096
+LARGEST_OFFSET = 2**63 - 1
+#: How many paths are remembered with one link, above what a serving process uses; and of which records. A path holds
+#: its record, mostly of 1 to 4 KiB, but a peer may publish what it likes.
+KEPT = 2048
+KEPT_RECORD_BYTES = 32 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +256,14 @@ def _pair_in_one_region(
     return record.bases(source.start, span[1], place.base, cache.flat, destination.start, n, len(source)), place.route
 
 
-def keep(link: Link, token: object, what: object) -> None:
-    """Remember with a link what was found out about its peer."""
-    if len(link.kept) >= KEPT:
-        link.kept.clear()
-    link.kept[token] = what
+def keep(link: Link, token: object, path: Path) -> None:
+    """Remember with a link what was found out about its peer, unless that is too much."""
+    if len(path.found.record.body) <= KEPT_RECORD_BYTES:
+        if len(link.kept) >= KEPT:
+            link.kept.clear()
+        link.kept[token] = path
+    else:
+        link.kept.pop(token, None)
 
 
 def remote_bases(link: Link, record: Record, tensors: Sequence[int]) -> tuple[list[int], int]:
@@ -276,13 +287,15 @@ def remote_bases(link: Link, record: Record, tensors: Sequence[int]) -> tuple[li
 
 def _place(link: Link, record: Record, position: int, offset: int, nbytes: int) -> Place:
     """Say where a range of a peer's tensor is, and which way leads there."""
-    region, start = record.tensors[position]
+    region, start = record.tensor(position)
     try:
         return link.endpoint.locate(region, start + offset, nbytes)
     except BackendError as e:
         if e.kind is not Failure.UNSUPPORTED:
             raise
         link.why_staged = e.text
+        if position * record.tensor_bytes + offset + nbytes > LARGEST_OFFSET:
+            raise Unreadable(f"a peer's cache of {record.tensor_bytes} bytes a tensor is larger than any memory") from e
         return Place(position * record.tensor_bytes + offset, STAGED)
 
 

@@ -2,7 +2,7 @@
 
 A pull reads under a guard and looks at the guard again: what came is right, or is called wrong. A push pins the
 memory it writes to before it looks at the guard, since a check after the write could only report the damage. What is
-found out about a source that stays is kept with the link; the guard, not a message, tells when it no longer holds.
+found out about a peer's cache is kept with the link; the guard, not a message, tells when it no longer holds.
 """
 
 from __future__ import annotations
@@ -298,11 +298,13 @@ class Transfers:
         select_tensors("source", source, cache.geometry.num_tensors)
         link = self.links.to(cluster_id)
         use.what = key, slot
-        deadline_ns = self.links.take(link, use, self._timeout_ms)
+        # The time limit is that of a layer.
+        deadline_ns = self.links.take(link, use, self._timeout_ms, len(source) // per_layer)
 
         def planned(found: Found) -> Runs:
             return runs(found, found.record.tensor_bytes - slot * found.record.stride)
 
+        # Spent keys are not looked at again: where there are pushes no pull spends any.
         token = (key, slot, cache.id, source, first_destination, per_layer, blocks)
         while True:
             path: Path | None = link.kept.get(token)

@@ -67,15 +67,16 @@ def with_use(
                 operation(self, use, *args, **kwargs)
             except Exception as e:
                 other = self.translated(use, e)
-                if isinstance(other, ParamInvalid):
-                    # As what is refused before an operation begins.
-                    error("%s", str(other))
                 if other is e:
                     raise
                 raise other from e
             finally:
                 self.give_back(use)
                 ended = True
+        except ParamInvalid as e:
+            # As what is refused before an operation begins.
+            error("%s", str(e))
+            raise
         finally:
             if not ended:
                 # A signal came while the first attempt to give back was under way.

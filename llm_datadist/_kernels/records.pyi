@@ -41,6 +41,8 @@ class Record:
     @property
     def tensors(self) -> tuple[tuple[int, int], ...]:
         """(region, offset) of each tensor, device after device."""
+    def tensor(self, position: int) -> tuple[int, int]:
+        """One element of `tensors`."""
     @property
     def keys(self) -> tuple[tuple[int, int], ...]:
         """(entry number + 1, binding generation) of each slot that was given a key; (0, 0) for a slot without."""

@@ -72,6 +72,12 @@ cdef class Record:
         """(region, offset) of each tensor, device after device."""
         return self.pairs(HEAD, self.devices * self.num_tensors)
 
+    def tensor(self, uint64_t position):
+        """One element of `tensors`."""
+        if position >= self.devices * self.num_tensors:
+            raise IndexError(position)
+        return self.words[HEAD + 2 * position], self.words[HEAD + 2 * position + 1]
+
     @property
     def keys(self):
         """(entry number + 1, binding generation) of each slot that was given a key; (0, 0) for a slot without."""

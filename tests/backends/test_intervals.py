@@ -8,6 +8,8 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llm_datadist.backends.host.intervals import Intervals
 
@@ -19,6 +21,18 @@ def made() -> Intervals:
     for begin, end in BEFORE:
         intervals.add(begin, end)
     return intervals
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), max_size=12))
+def test_all_parts_at_once_are_as_one_by_one(parts: list[tuple[int, int]]) -> None:
+    """Lists of mappings are no snapshots: parts may overlap, and come in any order."""
+    whole = Intervals((begin, begin + size) for begin, size in parts)
+    one_by_one = Intervals()
+    for begin, size in parts:
+        one_by_one.add(begin, begin + size)
+    assert list(whole) == list(one_by_one)
+    members = {i for begin, size in parts for i in range(begin, begin + size)}
+    assert {i for begin, end in whole for i in range(begin, end)} == members
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,54 @@ def test_backing_that_fails_half_way_leaves_a_hole(
     assert not any(ctypes.string_at(region.address + PAGE, 16 * MIB))
 
 
+def huge_bytes(address: int, nbytes: int) -> int:
+    """Give the bytes of a mapping that huge pages map."""
+    inside, found = False, 0
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            word = line.split()[0]
+            if "-" in word and not word.endswith(":"):
+                begin, end = (int(part, 16) for part in word.split("-"))
+                inside = begin < address + nbytes and address < end
+            elif inside and word == "ShmemPmdMapped:":
+                found += int(line.split()[1]) << 10
+    return found
+
+
+def test_large_memory_is_mapped_by_huge_pages_at_once(make_backend: MakeBackend) -> None:
+    """Pages of 4 KiB would cost whoever touches them first, here and in each peer, a fault for each."""
+    backend = make_backend()
+    region = reserve(backend)
+    backend.commit(region, PAGE, 20 * MIB)
+    kernel = tuple(map(int, os.uname().release.split("-")[0].split(".")[:2]))
+    huge = huge_bytes(region.address, region.nbytes)
+    if not huge and kernel < (6, 1):
+        pytest.skip("this kernel gives shared memory huge pages only where it is told to")
+    # Memory in pieces may leave some out.
+    assert huge >= 10 * MIB
+
+
+def test_an_interrupt_while_memory_is_backed_leaves_a_hole(
+    make_backend: MakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = make_backend()
+    region = reserve(backend)
+    madvise = segments._libc.madvise
+
+    def interrupted(*arguments: Any) -> int:
+        madvise(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segments._libc, "madvise", interrupted)
+        for nbytes in (PAGE, 16 * MIB):
+            with pytest.raises(KeyboardInterrupt):
+                backend.commit(region, 0, nbytes)
+            assert backed(backend) == 0
+    backend.commit(region, 0, 16 * MIB)
+    assert backed(backend) == 16 * MIB
+
+
 def test_steady_request_loop_asks_the_kernel_for_nothing(
     make_backend: MakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

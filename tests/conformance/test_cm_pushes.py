@@ -1,4 +1,4 @@
-"""Pushes: what is written, layer by layer, and what is refused."""
+"""Pushes: what is written, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,15 +8,31 @@ from typing import Any
 import pytest
 from ends import End, desc
 from refusals import PARAM_INVALID, Expected, name_of, refuses
-from stall import Stalled
+from stall import Stalled, clear_faults, set_faults
 
-from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, KvCache, LLMStatusCode, Placement
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    KvCache,
+    LayerSynchronizer,
+    LLMStatusCode,
+    Placement,
+    TransferWithCacheKeyConfig,
+)
 
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 NOT_YET_LINK = LLMStatusCode.LLM_NOT_YET_LINK
 DEVICE, HOST = Placement.DEVICE, Placement.HOST
 OF = desc(4, 2, 32)
 TO = desc(4, 3, 48)
+
+
+class Ready(LayerSynchronizer):
+    """Every layer is."""
+
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        return True
 
 
 @dataclass
@@ -142,6 +158,54 @@ def test_what_was_found_before_refuses_nothing(remote_cm: tuple[End, End]) -> No
         there.manager.deallocate_blocks_cache(target)
     with refuses(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
         here.manager.push_blocks(BlocksCacheKey(1), sources, [7], [0], range(1), range(1))
+
+
+def test_each_push_goes_where_it_says(remote_cm: tuple[End, End]) -> None:
+    """S-100: what one push found out of its target is not what another needs: caches, tensors and forms differ."""
+    there, here = remote_cm
+    of = desc(4, 2, 32)
+    plain, other, paged = here.allocate(of, salt=0), here.allocate(of, salt=5), here.allocate(of, salt=7, blocks=True)
+    target = there.allocate(of)
+    blocks = there.allocate(of, BlocksCacheKey(1), blocks=True)
+    here.link(there)
+    key = CacheKeyByIdAndIndex(1, there.id(target), 0)
+    whole, first, second = range(2), range(1), range(1, 2)
+    for source, salt in ((plain, 0), (other, 5), (plain, 0)):
+        for mine, theirs in ((whole, whole), (first, first), (second, first), (first, second), (second, second)):
+            there.fill(target, of, None)
+            there.fill(blocks, of, None)
+            here.manager.push_cache(key, source, 0, mine, theirs)
+            here.manager.push_blocks(BlocksCacheKey(1), paged, [1], [0], mine, theirs)
+            tensors = [(2 * a + i, 2 * b + i) for a, b in zip(mine, theirs, strict=True) for i in range(2)]
+            there.check(target, of, {b: [(0, here.expected(of, a, salt)[:32])] for a, b in tensors})
+            there.check(blocks, of, {b: [(0, here.expected(of, a, 7)[32:])] for a, b in tensors})
+    # By its id a blocks cache can be sent to layer by layer, but not pushed to as a contiguous one.
+    by_id = CacheKeyByIdAndIndex(1, there.id(blocks), 0)
+    sent = here.manager.transfer_cache_async(plain, Ready(), [TransferWithCacheKeyConfig(by_id, first, first)])
+    assert sent.synchronize() is LLMStatusCode.LLM_SUCCESS
+    with refuses(PARAM_INVALID, "blocks cache"):
+        here.manager.push_cache(by_id, plain, 0, first, first)
+    # What has gone is not written to, though the next cache lies where it lay.
+    there.manager.deallocate_cache(target)
+    after = there.allocate(of)
+    with refuses(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        here.manager.push_cache(key, plain, 0)
+    there.untouched(after, of)
+
+
+def test_s180_the_time_limit_is_that_of_a_layer(remote_cm: tuple[End, End]) -> None:
+    """S-180: sync_kv_timeout bounds a layer, so two layers may take twice as long."""
+    there, here = remote_cm
+    source, target = here.allocate(OF, salt=0), there.allocate(OF)
+    here.link(there)
+    key = CacheKeyByIdAndIndex(1, there.id(target), 0)
+    here.dd._engine.transfers._timeout_ms = 1500
+    set_faults(here.dd, delay_s=2.0)
+    here.manager.push_cache(key, source)
+    there.check(target, OF, {t: [(0, here.expected(OF, t)[:32])] for t in range(4)})
+    with refuses(LLMStatusCode.LLM_TIMEOUT, "1500"):
+        here.manager.push_cache(key, source, 0, range(1), range(1))
+    clear_faults(here.dd)
 
 
 def test_s104_room_at_the_destination(scene: Scene) -> None:

@@ -147,6 +147,30 @@ def test_what_was_found_before_refuses_nothing(linked: tuple[Prompt, Decoder]) -
         decoder.manager.pull_cache(prefix, wide, size=64, src_cache_offset=60)
 
 
+def test_layers_of_one_source_one_after_the_other(linked: tuple[Prompt, Decoder]) -> None:
+    """S-41: what one pull found out of its source is not what another needs: tensors differ, and caches."""
+    prompt, decoder = linked
+    key, prefix = BlocksCacheKey(1, 0), CacheKey(1, ABSENT, 0, 5)
+    of = bytes_desc(4, 1, 64)
+    prompt.allocate_blocks(of, key, salt=1)
+    prompt.allocate(of, [prefix], salt=2)
+    caches = [decoder.allocate(of) for _ in range(2)]
+    for source, destination in ((0, 0), (1, 0), (0, 1), (1, 1), (0, 0)):
+        layers = {
+            "src_layer_range": range(source, source + 1),
+            "dst_layer_range": range(destination, destination + 1),
+        }
+        for cache in caches:
+            for salt in (1, 2):
+                decoder.prefill(cache)
+                if salt == 1:
+                    decoder.manager.pull_blocks(key, cache, [0], [0], **layers)
+                else:
+                    decoder.manager.pull_cache(prefix, cache, **layers)
+                pairs = [(2 * destination + i, 2 * source + i) for i in range(2)]
+                decoder.check(cache, {to: [(0, prompt.expected(of, t, salt=salt))] for to, t in pairs})
+
+
 def test_the_first_fault_is_named(linked: tuple[Prompt, Decoder]) -> None:
     """S-40: arguments, local cache, local parameters, link, remote cache, remote parameters."""
     prompt, decoder = linked

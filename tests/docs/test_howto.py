@@ -55,7 +55,7 @@ def test_a_failing_side_fails_the_script():
     with start("-c", script, str(EXAMPLES)) as done:
         _, err = done.communicate(timeout=LIMIT_S)
     assert done.returncode == 1
-    assert err.endswith("a side of the example has failed\n")
+    assert err.endswith("a side of the example has failed; the first traceback above says why\n")
 
 
 def test_the_script_for_devices():

@@ -34,6 +34,9 @@ def records(draw: st.DrawFn) -> tuple[Record, list[tuple[int, int]], list[tuple[
 def test_what_was_written_is_read(made: tuple[Record, list[tuple[int, int]], list[tuple[int, int]]]) -> None:
     record, placed, keys = made
     assert list(record.tensors) == placed
+    assert [record.tensor(i) for i in range(len(placed))] == placed
+    with pytest.raises(IndexError):
+        record.tensor(len(placed))
     assert list(record.keys) == keys
     assert record.key_count == len(keys)
     assert record.stride * record.slots == record.tensor_bytes

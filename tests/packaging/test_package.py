@@ -65,7 +65,7 @@ def test_a_built_package_passes():
 def test_a_missing_part_is_told_in_one_line_with_the_remedy(monkeypatch):
     monkeypatch.setattr(_built, "_PARTS", ("llm_datadist._kernels.absent",))
     with pytest.raises(
-        ImportError, match=r"llm_datadist\._kernels\.absent is not .*built: run 'pip install -e \.'"
+        ImportError, match=r"llm_datadist\._kernels\.absent is not .*built in .*: run 'pip install -e \.'"
     ) as caught:
         _built.require_built()
     assert "\n" not in str(caught.value)
