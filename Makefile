@@ -53,7 +53,7 @@ types: .cache/types/made
 	cd .cache/types/empty && ../bin/stubtest --mypy-config-file $(CURDIR)/pyproject.toml --ignore-missing-stub --ignore-disjoint-bases \
 		$(patsubst llm_datadist/_kernels/%.pyi,llm_datadist._kernels.%,$(wildcard llm_datadist/_kernels/*.pyi))
 
-# BENCH= for the long form (an hour), BENCH="--only links" for a part. Other libraries take part where .venv has them.
+# BENCH= for the long form (half an hour), BENCH="--only links" for a part. Other libraries take part where .venv has them.
 BENCH ?= --short
 bench: $(VENV)/built
 	$(BIN)/python benchmarks/bench.py $(BENCH)
